@@ -1,0 +1,12 @@
+"""Fisher-Orthogonal Projection: natural-gradient training at large batch sizes, with one changed
+line.
+
+optimizer = fop.FOP(model, lr=0.1)
+"""
+
+from fop.diagnostics import diagnostics, noise_scale
+from fop.optimizer import FOP, KFAC
+from fop.schedules import scale_to_batch
+
+__version__ = "0.1.0"
+__all__ = ["FOP", "KFAC", "diagnostics", "noise_scale", "scale_to_batch"]

@@ -1,0 +1,383 @@
+"""What the backward pass leaves behind: half-batch gradients and curvature sums, out of the user's
+one backward.
+
+A forward hook replaces the graph of a supported layer's output by `TrackedCall`, an autograd
+function with the same values that owns the layer's backward. It computes the weight gradient as two
+half-batch products, which together cost what the one full product costs, hands their sum on as the
+ordinary gradient, and keeps their difference. No module is patched and nothing is computed twice.
+
+What is captured counts only once it has reached `p.grad`: it is held back until the weight's
+gradient is accumulated. So gradients that a user takes for another purpose (`torch.autograd.grad`
+of an input, say) leave no trace, and the captured difference lives exactly as long as the `p.grad`
+it belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fop.layers import Layer
+from fop.moments import FactorSums, PassSums, factor_dtype
+
+
+@dataclass
+class CapturePlan:
+    """What all layers capture at present; the engine changes it between steps."""
+
+    halves: str  # "samples", "microbatches" or "none"
+    sharing: str
+    empirical: bool  # curvature sums come from the training loss's own backward
+    curvature: bool  # curvature sums are wanted at all
+    refresh_due: bool = True
+    # During an extra backward for the Fisher: the training backward it runs inside, and whether
+    # inputs still count.
+    extra_pass_of: int | None = None
+    extra_pass_first: bool = False
+    _passes: list[int] = field(default_factory=list)
+
+    def microbatch_number(self, task: int) -> int:
+        """Backward passes that reached `p.grad` since the gradients were last zeroed, counted from
+        0.
+        """
+        if task not in self._passes:
+            self._passes.append(task)
+        return self._passes.index(task)
+
+    def reset(self) -> None:
+        self._passes.clear()
+
+
+@dataclass
+class _Pending:
+    """One layer's part of one backward pass, until it is known to have reached `p.grad`."""
+
+    task: int
+    fresh: bool
+    signed: list[Tensor] | None = None
+    first: int = 0
+    second: int = 0
+    sums: PassSums | None = None
+
+
+class LayerCapture:
+    """Collects for one layer; emptied by `take_sums` (each step) and `reset` (when gradients are
+    zeroed).
+    """
+
+    def __init__(
+        self, layer: Layer, weight: nn.Parameter, bias: nn.Parameter | None, plan: CapturePlan
+    ) -> None:
+        self.layer = layer
+        self.weight = weight
+        self._bias = bias
+        self.plan = plan
+        self.curvature_columns: int | None = None  # of the metric at hand; kept by the engine
+        self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
+        self.examples = [0, 0]
+        self._sums: FactorSums | None = None
+        self._pending: _Pending | None = None
+        self._seen: tuple[int, int, Tensor] | None = (
+            None  # address, version and norm of p.grad as accumulated
+        )
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, where it is trained."""
+        return self._bias if self._bias is not None and self._bias.requires_grad else None
+
+    @property
+    def columns(self) -> int:
+        """Columns of the layer's matrix: inputs, and one for a trained bias."""
+        return self.weight[0].numel() + (self.bias is not None)
+
+    @property
+    def wants_sums(self) -> bool:
+        """When curvature is due, and on every step for a layer that has none yet or was frozen in
+        part since.
+        """
+        return self.plan.curvature and (
+            self.plan.refresh_due or self.curvature_columns != self.columns
+        )
+
+    def tracks(self, module: nn.Module) -> bool:
+        """Whether a call of the module has to be watched now."""
+        return (
+            (self.plan.halves != "none" or self.wants_sums)
+            and self.weight.requires_grad
+            and module._parameters.get("weight") is self.weight
+        )
+
+    def call(self, x: Tensor, output: Tensor) -> Tensor:
+        """The layer's output with the tracked backward."""
+        x = self.layer.prepare(x)
+        result: Tensor = TrackedCall.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self._bias, self.layer, weakref.ref(self), (output,)
+        )
+        return result
+
+    def take_sums(self) -> FactorSums | None:
+        sums, self._sums = self._sums, None
+        return sums
+
+    def has_sums(self) -> bool:
+        return self._sums is not None
+
+    def tensors(self) -> list[Tensor]:
+        """Everything captured that a step rests on."""
+        tensors = list(self.signed or [])
+        if self._sums is not None:
+            tensors += [self._sums.inputs, self._sums.outputs]
+        return tensors
+
+    def reset(self) -> None:
+        self.signed = self._sums = self._pending = self._seen = None
+        self.examples = [0, 0]
+
+    def gradient_ratio(self) -> Tensor | None:
+        """By how much `p.grad` was rescaled since its last backward (clipping, unscaling); None if
+        it was not touched.
+        """
+        grad = self.weight.grad
+        if self._seen is None or grad is None or self._seen[:2] == (grad.data_ptr(), grad._version):
+            return None
+        norm = self._seen[2]
+        return torch.where(norm > 0, torch.linalg.vector_norm(grad) / norm, 1.0)
+
+    # ---- called from TrackedCall.backward and the accumulation hook
+
+    def first_half(self, n: int) -> int:
+        """How many of n examples belong to half 1; the odd one goes where fewer are."""
+        return n // 2 + (n % 2 if self.examples[0] <= self.examples[1] else 0)
+
+    def hold_gradient(self, gradients: list[Tensor], first: int, second: int) -> None:
+        """Keep a call's contribution to H1 - H2 (or, for micro-batches, to their one half)."""
+        pending = self._current()
+        if pending.signed is None:
+            pending.signed = gradients
+        else:
+            torch._foreach_add_(pending.signed, gradients)
+        pending.first, pending.second = max(pending.first, first), max(pending.second, second)
+
+    def hold_sums(self, x: Tensor, grad: Tensor) -> None:
+        """Keep a call's curvature sums."""
+        pending = self._current()
+        if pending.sums is None:
+            dtype = factor_dtype(self.weight.dtype)
+            pending.sums = PassSums(self.plan.sharing, self.bias is not None, dtype)
+        if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
+            pending.sums.add_inputs(self.layer.input_rows(x))
+        pending.sums.add_outputs(self.layer.output_rows(grad))
+
+    def close_extra_pass(self) -> None:
+        if self._pending is not None and self._pending.sums is not None:
+            self._pending.sums.close_outputs()
+
+    def _current(self) -> _Pending:
+        task = self.plan.extra_pass_of
+        if task is None:
+            task = torch._C._current_graph_task_id()
+        if self._pending is None or self._pending.task != task:
+            self._pending = _Pending(task, fresh=self._gradient_starts_anew())
+        return self._pending
+
+    def _gradient_starts_anew(self) -> bool:
+        """Whether `p.grad` holds nothing of what was captured; rescales the capture if `p.grad`
+        was.
+        """
+        if self.weight.grad is None or self._seen is None:
+            return True
+        ratio = self.gradient_ratio()
+        if ratio is None:
+            return False
+        # Somebody wrote to p.grad between two backwards: zeroed in place, or scaled. Rare, so a
+        # host read is fine.
+        if float(ratio) == 0.0:
+            return True
+        if self.signed is not None:
+            torch._foreach_mul_(self.signed, ratio)
+        return False
+
+    def commit(self, weight: Tensor) -> None:
+        """Called when the weight's gradient has been accumulated into `p.grad`."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.task != torch._C._current_graph_task_id():
+            return
+        assert weight.grad is not None
+        if pending.fresh:
+            self.reset()
+        if pending.signed is not None:
+            self._commit_halves(pending)
+        if pending.sums is not None:
+            sums = pending.sums.finish()
+            if self._sums is None:
+                self._sums = sums
+            else:
+                self._sums.add(sums)
+        grad = weight.grad.detach()
+        self._seen = (grad.data_ptr(), grad._version, torch.linalg.vector_norm(grad))
+
+    def _commit_halves(self, pending: _Pending) -> None:
+        assert pending.signed is not None
+        if self.plan.halves == "microbatches" and self.plan.microbatch_number(pending.task) % 2:
+            torch._foreach_neg_(pending.signed)
+            pending.first, pending.second = pending.second, pending.first
+        if self.signed is None:
+            self.signed = pending.signed
+        else:
+            torch._foreach_add_(self.signed, pending.signed)
+        self.examples[0] += pending.first
+        self.examples[1] += pending.second
+
+
+class TrackedCall(torch.autograd.Function):
+    """One call of a layer: passes the output through, and computes all gradients of the layer
+    itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Layer,
+        capture: weakref.ref[LayerCapture],
+        output: tuple[Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.capture = layer, capture
+        return output[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layer: Layer = ctx.layer
+        capture: LayerCapture | None = ctx.capture()  # None once the optimizer is gone
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Like the operation itself, the backward runs in the precision of the output, whatever
+        # autocast is about.
+        with torch.autocast(grad.device.type, enabled=False):
+            inputs, outputs = layer.batched(x.to(grad.dtype), grad)
+            weights = weight.to(grad.dtype)
+            of_input = None
+            if needs_input:
+                of_input = (
+                    layer.input_gradient(outputs, inputs, weights).reshape(x.shape).to(x.dtype)
+                )
+            if capture is not None and capture.plan.extra_pass_of is not None:
+                if capture.wants_sums:
+                    with torch.no_grad():
+                        capture.hold_sums(inputs, outputs)
+                return of_input, None, None, None, None, None
+            parts = _Gradients(layer, inputs, outputs, weights, weight, needs_weight, needs_bias)
+            gradients = (
+                parts.total() if capture is None else _capture(capture, parts, inputs, outputs)
+            )
+            of_weight = gradients[0] if needs_weight else None
+            of_bias = gradients[-1] if needs_bias else None
+        return of_input, of_weight, of_bias, None, None, None
+
+
+@dataclass
+class _Gradients:
+    """A call's parameter gradients, for all of its examples or a slice of them."""
+
+    layer: Layer
+    inputs: Tensor
+    outputs: Tensor
+    weights: Tensor  # in the precision of the outputs
+    parameter: Tensor
+    needs_weight: bool
+    needs_bias: bool
+
+    def total(self, examples: slice = slice(None)) -> list[Tensor]:
+        inputs, outputs = self.inputs[examples], self.outputs[examples]
+        gradients = []
+        if self.needs_weight:
+            gradients.append(self.layer.weight_gradient(outputs, inputs, self.weights))
+        if self.needs_bias:
+            gradients.append(self.layer.bias_gradient(outputs))
+        return [gradient.to(self.parameter.dtype) for gradient in gradients]
+
+
+def _capture(
+    capture: LayerCapture, parts: _Gradients, inputs: Tensor, outputs: Tensor
+) -> list[Tensor]:
+    """The parameter gradients of a call, leaving in `capture` what it wants of it."""
+    plan = capture.plan
+    n = inputs.shape[0]
+    first = capture.first_half(n) if plan.halves == "samples" else n
+    if plan.halves == "samples" and 0 < first < n:
+        one, two = parts.total(slice(0, first)), parts.total(slice(first, n))
+        gradients = [a + b for a, b in zip(one, two, strict=True)]
+        with torch.no_grad():
+            capture.hold_gradient(
+                [a.detach().sub_(b) for a, b in zip(one, two, strict=True)], first, n - first
+            )
+    else:
+        gradients = parts.total()
+        if plan.halves != "none":
+            sign = 1 if first == n else -1
+            copies = [gradient.detach() * sign for gradient in gradients]
+            capture.hold_gradient(copies, first, n - first)
+    if plan.empirical and capture.wants_sums:
+        with torch.no_grad():
+            capture.hold_sums(inputs, outputs)
+    return gradients
+
+
+class LayerHook:
+    """The forward hook on a layer. Holds the capture weakly; a copied or pickled hook is inert."""
+
+    def __init__(self, capture: LayerCapture | None) -> None:
+        self._capture = weakref.ref(capture) if capture is not None else None
+
+    @property
+    def alive(self) -> bool:
+        return self._capture is not None and self._capture() is not None
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        # Tracing keeps no Python side effects: inside a compiled graph a layer runs untracked, and
+        # step() says so.
+        if self._capture is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        capture = self._capture()
+        if capture is None or not capture.tracks(module):
+            return None
+        return capture.call(args[0] if args else kwargs["input"], output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
+        return LayerHook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerHook, (None,)
+
+
+def attach(module: nn.Module, capture: LayerCapture) -> list[RemovableHandle]:
+    """Start watching a module; the handles stop it."""
+    # First in line, so that hooks of the user that change the output stay part of the graph after
+    # the layer's own.
+    hook = module.register_forward_hook(LayerHook(capture), prepend=True, with_kwargs=True)
+    reference = weakref.ref(capture)
+
+    def commit(weight: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.commit(weight)
+
+    register = capture.weight.register_post_accumulate_grad_hook
+    return [hook, register(commit)]  # type: ignore[no-untyped-call]
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a living optimizer captures from this module already."""
+    return any(
+        isinstance(hook, LayerHook) and hook.alive for hook in module._forward_hooks.values()
+    )

@@ -1,0 +1,48 @@
+"""What the engine asks of a curvature. It keeps no state itself: all tensors live in the
+optimizer's own state.
+
+So checkpoints carry them without further ado, and resume continues bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fop.projection import Metric
+
+# The part of `optimizer.state[weight]` that belongs to the curvature: tensors and numbers under
+# plain names.
+CurvatureState = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RefreshJob:
+    """One layer whose metric is to be renewed from its moving averages."""
+
+    state: CurvatureState
+    damping: float
+
+
+class Curvature(Protocol):
+    keys: tuple[str, ...]
+    """Names of all entries this curvature keeps in a state."""
+
+    def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
+        """Take a batch's factors A, G into the moving averages; the first initialises them."""
+        ...
+
+    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
+        """Renew what `metric` needs; False for layers whose decomposition failed and which keep
+        what they had.
+        """
+        ...
+
+    def ready(self, state: CurvatureState, columns: int) -> bool:
+        """Whether `metric` can be had for a layer matrix with so many columns."""
+        ...
+
+    def metric(self, state: CurvatureState) -> Metric: ...

@@ -1,0 +1,42 @@
+"""F = M = I: no curvature at all. KFAC becomes SGD with momentum, which the tests use to check
+everything around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fop.curvature.base import CurvatureState, RefreshJob
+from fop.projection import Metric
+
+
+class Identity:
+    keys: tuple[str, ...] = ()
+
+    def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
+        raise AssertionError("the identity needs no statistics")
+
+    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
+        return [True] * len(jobs)
+
+    def ready(self, state: CurvatureState, columns: int) -> bool:
+        return True
+
+    def metric(self, state: CurvatureState) -> Metric:
+        return _IdentityMetric()
+
+
+class _IdentityMetric:
+    def enter(self, v: Tensor) -> Tensor:
+        return v
+
+    def leave(self, v: Tensor) -> Tensor:
+        return v
+
+    def fisher(self, v: Tensor) -> Tensor:
+        return v
+
+    def solve(self, v: Tensor) -> Tensor:
+        return v.clone()  # the caller may overwrite what it gets

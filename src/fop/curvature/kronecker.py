@@ -1,0 +1,166 @@
+"""F = G (x) A, so F V = G V A for V [groups, o, i]; damped factor by factor (Cholesky) or exactly
+(eigenvectors).
+
+A  input factor  [groups, i, i]        G  output factor [groups, o, o]
+factored:  M = (G + sqrt(lambda)/pi I) (x) (A + pi sqrt(lambda) I),   pi^2 = (tr A / dim A) / (tr G
+                                                                      / dim G)
+exact:     M = F + lambda I
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fop import linalg
+from fop.curvature.base import CurvatureState, RefreshJob
+from fop.projection import Metric
+
+# A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
+SMALLEST_MEAN_EIGENVALUE = 1e-20
+
+
+def factored_shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """What to add to the diagonals of A and G, each [groups]: pi sqrt(lambda) and sqrt(lambda) /
+    pi.
+    """
+    root = damping**0.5
+    pi = torch.sqrt(_mean_eigenvalue(inputs) / _mean_eigenvalue(outputs))
+    return pi * root, root / pi
+
+
+def _mean_eigenvalue(factor: Tensor) -> Tensor:
+    return factor.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
+
+
+class _KroneckerFactors:
+    """The moving averages, common to both ways of damping."""
+
+    def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
+        for name, batch in (("input_factor", inputs), ("output_factor", outputs)):
+            average = state.get(name)
+            if average is None or average.shape != batch.shape:
+                state[name] = batch.clone()
+            else:
+                average.mul_(decay).add_(batch, alpha=1 - decay)
+
+
+class FactoredKronecker(_KroneckerFactors):
+    keys: tuple[str, ...] = (
+        "input_factor",
+        "output_factor",
+        "input_inverse",
+        "output_inverse",
+        "damping",
+    )
+
+    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
+        factors: list[Tensor] = []
+        shifts: list[Tensor] = []
+        for job in jobs:
+            pair = (job.state["input_factor"], job.state["output_factor"])
+            factors += pair
+            shifts += factored_shifts(*pair, job.damping)
+        inverses = linalg.damped_inverses(factors, shifts)
+        outcome = []
+        for index, job in enumerate(jobs):
+            of_input, of_output = inverses[2 * index], inverses[2 * index + 1]
+            outcome.append(of_input is not None and of_output is not None)
+            if outcome[-1]:
+                job.state.update(
+                    input_inverse=of_input, output_inverse=of_output, damping=job.damping
+                )
+        return outcome
+
+    def ready(self, state: CurvatureState, columns: int) -> bool:
+        return "input_inverse" in state and state["input_inverse"].shape[-1] == columns
+
+    def metric(self, state: CurvatureState) -> Metric:
+        return _FactoredMetric(
+            state["input_factor"],
+            state["output_factor"],
+            state["input_inverse"],
+            state["output_inverse"],
+        )
+
+
+@dataclass(frozen=True)
+class _FactoredMetric:
+    input_factor: Tensor
+    output_factor: Tensor
+    input_inverse: Tensor
+    output_inverse: Tensor
+
+    def enter(self, v: Tensor) -> Tensor:
+        return v
+
+    def leave(self, v: Tensor) -> Tensor:
+        return v
+
+    def fisher(self, v: Tensor) -> Tensor:
+        return self.output_factor @ v @ self.input_factor
+
+    def solve(self, v: Tensor) -> Tensor:
+        return self.output_inverse @ v @ self.input_inverse
+
+
+class EigenKronecker(_KroneckerFactors):
+    keys: tuple[str, ...] = (
+        "input_factor",
+        "output_factor",
+        "input_eigenvalues",
+        "input_basis",
+        "output_eigenvalues",
+        "output_basis",
+        "damping",
+    )
+
+    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
+        names = ("input", "output")
+        bases = linalg.eigenbases([job.state[f"{name}_factor"] for job in jobs for name in names])
+        outcome = []
+        for index, job in enumerate(jobs):
+            found = dict(zip(names, bases[2 * index : 2 * index + 2], strict=True))
+            outcome.append(all(pair is not None for pair in found.values()))
+            if outcome[-1]:
+                for name, pair in found.items():
+                    assert pair is not None
+                    job.state[f"{name}_eigenvalues"], job.state[f"{name}_basis"] = pair
+                job.state["damping"] = job.damping
+        return outcome
+
+    def ready(self, state: CurvatureState, columns: int) -> bool:
+        return "input_basis" in state and state["input_basis"].shape[-1] == columns
+
+    def metric(self, state: CurvatureState) -> Metric:
+        eigenvalues = state["output_eigenvalues"].unsqueeze(-1) * state[
+            "input_eigenvalues"
+        ].unsqueeze(-2)
+        return _EigenMetric(
+            eigenvalues, state["input_basis"], state["output_basis"], state["damping"]
+        )
+
+
+@dataclass(frozen=True)
+class _EigenMetric:
+    """In the Kronecker eigenbasis F and M are elementwise."""
+
+    eigenvalues: Tensor  # [groups, o, i]
+    input_basis: Tensor
+    output_basis: Tensor
+    damping: float
+
+    def enter(self, v: Tensor) -> Tensor:
+        return self.output_basis.mT @ v @ self.input_basis
+
+    def leave(self, v: Tensor) -> Tensor:
+        return self.output_basis @ v @ self.input_basis.mT
+
+    def fisher(self, v: Tensor) -> Tensor:
+        return self.eigenvalues * v
+
+    def solve(self, v: Tensor) -> Tensor:
+        return v / (self.eigenvalues + self.damping)

@@ -1,0 +1,286 @@
+"""One step over all layers, in the order the data flows.
+
+    gradients -> are they sound? -> curvature (when due) -> projection and preconditioning -> KL
+    clip -> parameters
+
+Whether a step is sound is decided on the device: an unsound one is carried out with every change
+    masked, so no scalar has to be
+read by the host. Only steps that renew curvature read one, because decompositions need it anyway.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fop.capture import CapturePlan, LayerCapture
+from fop.curvature import Curvature, make_curvature
+from fop.curvature.base import RefreshJob
+from fop.layers import Layer
+from fop.moments import factor_dtype
+from fop.projection import Coefficients, fop_update
+from fop.rules import LossScale, adamw_step, momentum_step
+from fop.scaling import factor_scales, half_difference
+from fop.settings import Settings
+
+State = MutableMapping[Tensor, dict[str, Any]]
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One preconditioned layer."""
+
+    name: str
+    capture: LayerCapture
+
+    @property
+    def layer(self) -> Layer:
+        return self.capture.layer
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.capture.weight
+
+    def average(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        """The ordinary gradient as the layer's matrix, in the precision of the curvature."""
+        dtype = factor_dtype(self.weight.dtype)
+        bias = self.capture.bias
+        of_bias = None
+        if bias is not None:
+            of_bias = (
+                gradients[bias].to(dtype)
+                if bias in gradients
+                else torch.zeros_like(bias, dtype=dtype)
+            )
+        return self.layer.to_matrix(gradients[self.weight].to(dtype), of_bias)
+
+    def difference(self, average: Tensor, loss_scale: LossScale | None) -> Tensor | None:
+        """g1 - g2 on the scale of the gradient; None if one half has no examples."""
+        capture = self.capture
+        first, second = capture.examples
+        if capture.signed is None or first == 0 or second == 0:
+            return None
+        signed = self.layer.to_matrix(*_pair([part.to(average.dtype) for part in capture.signed]))
+        ratio = capture.gradient_ratio()
+        if ratio is None and loss_scale is not None:
+            ratio = loss_scale.inverse
+        if ratio is not None:
+            signed = signed * ratio.to(signed.dtype)
+        return half_difference(average, signed, first, second)
+
+
+def _pair(tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return tensors[0], tensors[1] if len(tensors) > 1 else None
+
+
+class Engine:
+    """The blocks of one model, and what the last step found out about them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.curvature: Curvature = make_curvature(settings.curvature, settings.damping_mode)
+        halves = "samples" if settings.halves == "auto" else settings.halves
+        self.plan = CapturePlan(
+            halves=halves if settings.needs_halves else "none",
+            sharing=settings.sharing,
+            empirical=settings.fisher == "empirical",
+            curvature=settings.curvature != "identity",
+        )
+        self.blocks: list[Block] = []
+        self.coefficients: dict[str, Coefficients] = {}
+        self.clip: Tensor | None = None
+        self.loss_scale: LossScale | None = None
+        self._said_no_halves = False
+
+    def prepare(self, next_step: int, state: State, *, retry: bool = False) -> None:
+        """Decide what the backward passes before `next_step` capture."""
+        self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
+        for block in self.blocks:
+            columns = block.capture.columns
+            ready = self.curvature.ready(state.get(block.weight, {}), columns)
+            block.capture.curvature_columns = columns if ready else None
+
+    def reset(self) -> None:
+        """Forget what was captured, together with the gradients it belongs to."""
+        self.plan.reset()
+        for block in self.blocks:
+            block.capture.reset()
+
+    def step(self, groups: Iterable[Group], state: State, loss_scale: LossScale | None) -> bool:
+        """Change every parameter that has a gradient. Returns whether curvature has to be tried
+        again next time.
+        """
+        options = {parameter: group for group in groups for parameter in group["params"]}
+        gradients: Mapping[Tensor, Tensor] = {p: p.grad for p in options if p.grad is not None}
+        if not gradients:
+            return False
+        active = [block for block in self.blocks if block.weight in gradients]
+        self._check_captured(active, state)
+        self.loss_scale = loss_scale
+        healthy = self._healthy(gradients.values(), active)
+        gradients = self.unscaled(gradients)
+        retry = self._refresh(active, options, state, healthy)
+        updates, alignment = self._precondition(active, gradients, options, state)
+        if alignment is not None:
+            healthy = healthy & alignment.isfinite()
+        decoupled = self.settings.decoupled_weight_decay
+        for parameter, gradient in gradients.items():
+            group, own, go = options[parameter], state[parameter], healthy.to(parameter.device)
+            if group["rule"] == "adamw":
+                adamw_step(parameter, gradient, own, group, go)
+            else:
+                update = updates.get(parameter, gradient)
+                momentum_step(parameter, update, own, group, go, decoupled=decoupled)
+        return retry
+
+    def unscaled(self, gradients: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
+        """Gradients without the loss scale of mixed precision, where they still carry it."""
+        if self.loss_scale is None or self.loss_scale.inverse is None:
+            return gradients
+        inverse = self.loss_scale.inverse
+        return {p: grad * inverse.to(grad) for p, grad in gradients.items()}
+
+    def _check_captured(self, active: list[Block], state: State) -> None:
+        if not self.plan.curvature:
+            return
+        for block in active:
+            capture = block.capture
+            if not (
+                capture.has_sums()
+                or self.curvature.ready(state.get(block.weight, {}), capture.columns)
+            ):
+                raise RuntimeError(
+                    f"layer {block.name!r} has a gradient, but no backward pass through the module "
+                    "was seen, so there is no curvature to precondition it with. Either the layer "
+                    "runs inside a torch.compile graph, which bypasses module hooks (train it "
+                    "uncompiled), or its weight is used without calling the module "
+                    "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand. Call "
+                    f"the module, or pass skip=[{block.name!r}] to train it by the fallback rule."
+                )
+
+    def _healthy(self, gradients: Iterable[Tensor], active: list[Block]) -> Tensor:
+        """Whether everything this step rests on is finite: a 0-dimensional flag on the device."""
+        tensors = list(gradients)
+        for block in active:
+            tensors += block.capture.tensors()
+        norm = torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])
+        healthy = norm.isfinite()
+        if self.loss_scale is not None:
+            healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
+        return healthy
+
+    def _refresh(
+        self, active: list[Block], options: Mapping[Tensor, Group], state: State, healthy: Tensor
+    ) -> bool:
+        """Take the captured sums into the moving averages and renew the inverses; True if that has
+        to be repeated.
+        """
+        fresh = [
+            (block, sums) for block in active if (sums := block.capture.take_sums()) is not None
+        ]
+        if not fresh:
+            return False
+        if not bool(healthy):
+            return True
+        settings = self.settings
+        jobs = []
+        for block, sums in fresh:
+            # Extra passes differentiate each example's own loss, unscaled; training passes
+            # differentiate the user's.
+            empirical = self.plan.empirical
+            of_inputs, of_outputs = factor_scales(
+                examples=sums.examples,
+                rows=sums.rows,
+                sharing=settings.sharing,
+                reduction=settings.loss_reduction if empirical else "sum",
+            )
+            outputs = sums.outputs.mul_(of_outputs)
+            if empirical and self.loss_scale is not None:
+                outputs.mul_(self.loss_scale.inverse_for(block.capture).to(outputs) ** 2)
+            own = state[block.weight]
+            self.curvature.absorb(own, sums.inputs.mul_(of_inputs), outputs, settings.factor_decay)
+            jobs.append(RefreshJob(own, options[block.weight]["damping"]))
+        failed = [
+            block.name
+            for (block, _), done in zip(fresh, self.curvature.refresh(jobs), strict=True)
+            if not done
+        ]
+        if failed:
+            warnings.warn(
+                f"the curvature of {', '.join(map(repr, failed))} could not be inverted, not even "
+                "in float64 with more damping: the previous inverse is used where there is one, "
+                "else the plain gradient. If this repeats, raise damping.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return bool(failed)
+
+    def _precondition(
+        self,
+        active: list[Block],
+        gradients: Mapping[Tensor, Tensor],
+        options: Mapping[Tensor, Group],
+        state: State,
+    ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
+        """Updates of the layers' parameters, clipped together, and the sum the clip rests on."""
+        settings = self.settings
+        directions: list[tuple[Block, Tensor]] = []
+        alignments: list[Tensor] = []
+        self.coefficients = {}
+        for block in active:
+            own = state.get(block.weight, {})
+            if not self.curvature.ready(own, block.capture.columns):
+                continue
+            average = block.average(gradients)
+            difference = None
+            if settings.needs_halves:
+                difference = block.difference(average, self.loss_scale)
+                if difference is None:
+                    self._say_no_halves(block)
+            update, found = fop_update(
+                average,
+                difference,
+                self.curvature.metric(own),
+                settings.beta,
+                settings.eta,
+                settings.total_weight,
+            )
+            directions.append((block, update))
+            self.coefficients[block.name] = found
+            alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)
+        if not directions:
+            return {}, None
+        alignment = torch.stack([term.to(alignments[0]) for term in alignments]).sum()
+        self.clip = None
+        if settings.kl_clip is not None:
+            self.clip = (settings.kl_clip / alignment.abs()).sqrt().clamp(max=1.0)
+        updates: dict[Tensor, Tensor] = {}
+        for block, update in directions:
+            if self.clip is not None:
+                update = update.mul_(self.clip.to(update))
+            parameters = (
+                [block.weight] if block.capture.bias is None else [block.weight, block.capture.bias]
+            )
+            parts = block.layer.from_matrix(update, *_pair(list(parameters)))
+            updates.update((p, part.to(p.dtype)) for p, part in zip(parameters, parts, strict=True))
+        return updates, alignment
+
+    def _say_no_halves(self, block: Block) -> None:
+        if self._said_no_halves:
+            return
+        self._said_no_halves = True
+        first, second = block.capture.examples
+        warnings.warn(
+            f"layer {block.name!r} saw {first} and {second} examples in the two halves of this "
+            "step's batch: with an empty half there is nothing to project, and such steps are KFAC "
+            'steps. Use at least two examples a step, or, with halves="microbatches", two backward '
+            "passes. (Said once.)",
+            RuntimeWarning,
+            stacklevel=5,
+        )

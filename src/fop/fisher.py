@@ -1,0 +1,199 @@
+"""The Fisher by extra backwards: labels drawn from the model ("mc") or all of them ("exact").
+
+They run inside the user's own backward, before it goes on from the model's output, and only on
+steps that renew curvature. They go through the same layers and leave curvature sums, but no
+gradients.
+
+Likelihoods match torch's losses, and the Fisher at the output is the expected Hessian of the loss
+that is trained. An example's own loss is a sum over its positions (categorical) or features, each
+with weight w: one over their number for a mean loss, 1 for a sum loss. So gradients carry sqrt(w).
+    categorical  cross_entropy: classes last in [n, c] and [n, s, c], dimension 1 of [n, c, h, w]
+    bernoulli    binary_cross_entropy_with_logits
+    gaussian     mse_loss, (o - y)^2, whose Hessian is 2
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fop.capture import CapturePlan, LayerCapture
+
+
+def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
+    """Gradient of the examples' losses at the output [n, ...], with labels drawn from the model
+    itself.
+    """
+    weight = _term_weight(output, likelihood, reduction)
+    if likelihood == "gaussian":
+        return torch.randn_like(output) * math.sqrt(2 * weight)
+    if likelihood == "bernoulli":
+        probability = output.sigmoid()
+        return (probability - torch.bernoulli(probability)) * weight
+    logits = _classes_last(output)
+    probability = logits.softmax(-1)
+    label = torch.multinomial(probability.reshape(-1, probability.shape[-1]), 1).reshape(
+        logits.shape[:-1]
+    )
+    one_hot = nn.functional.one_hot(label, logits.shape[-1])
+    return _classes_back((probability - one_hot) * weight, output)
+
+
+def all_gradients(output: Tensor, likelihood: str, reduction: str) -> Iterator[Tensor]:
+    """Gradients at the output [n, ...] whose g g^T add up to each example's exact Fisher.
+
+    One for every class of every position, or for every feature: as many backwards.
+    """
+    weight = math.sqrt(_term_weight(output, likelihood, reduction))
+    if likelihood == "categorical":
+        logits = _classes_last(output)
+        probability = logits.softmax(-1).reshape(output.shape[0], -1, logits.shape[-1])
+        positions, classes = probability.shape[1:]
+        for position in range(positions):
+            for label in range(classes):
+                gradient = torch.zeros_like(probability)
+                score = probability[:, position].clone()
+                score[:, label] -= 1
+                gradient[:, position] = (
+                    score * probability[:, position, label : label + 1].sqrt() * weight
+                )
+                yield _classes_back(gradient.reshape(logits.shape), output)
+        return
+    if likelihood == "gaussian":
+        deviation = torch.full_like(output, math.sqrt(2) * weight)
+    else:
+        probability = output.sigmoid()
+        deviation = (probability * (1 - probability)).sqrt() * weight
+    flat = deviation.reshape(output.shape[0], -1)
+    for feature in range(flat.shape[1]):
+        gradient = torch.zeros_like(flat)
+        gradient[:, feature] = flat[:, feature]
+        yield gradient.reshape(output.shape)
+
+
+def _term_weight(output: Tensor, likelihood: str, reduction: str) -> float:
+    terms = output[0].numel()
+    if likelihood == "categorical":
+        terms //= _classes_last(output).shape[-1]
+    return 1.0 / terms if reduction == "mean" else 1.0
+
+
+def _classes_last(output: Tensor) -> Tensor:
+    if output.dim() < 2:
+        raise ValueError(
+            'likelihood="categorical" needs model outputs [n, classes, ...], got shape '
+            f"{tuple(output.shape)}: "
+            'choose likelihood="bernoulli" or "gaussian", or fisher="empirical"'
+        )
+    return output if output.dim() <= 3 else output.movedim(1, -1)
+
+
+def _classes_back(gradient: Tensor, output: Tensor) -> Tensor:
+    return gradient if output.dim() <= 3 else gradient.movedim(-1, 1)
+
+
+class ExtraPass:
+    """Runs the extra backwards for one model."""
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        captures: Sequence[LayerCapture],
+        fisher: str,
+        likelihood: str,
+        reduction: str,
+    ) -> None:
+        self._plan = plan
+        self._captures = captures
+        self._exact = fisher == "exact"
+        self._likelihood = likelihood
+        self._reduction = reduction
+
+    def wanting(self) -> list[LayerCapture]:
+        return [
+            capture
+            for capture in self._captures
+            if capture.wants_sums and capture.weight.requires_grad
+        ]
+
+    def run(self, output: Tensor) -> None:
+        captures = self.wanting()
+        weights = [capture.weight for capture in captures]
+        if not weights:
+            return
+        plan = self._plan
+        plan.extra_pass_of, plan.extra_pass_first = torch._C._current_graph_task_id(), True
+        try:
+            for gradient in self._gradients(output.detach()):
+                torch.autograd.grad(output, weights, gradient, retain_graph=True, allow_unused=True)
+                plan.extra_pass_first = False
+                for capture in captures:
+                    capture.close_extra_pass()
+        finally:
+            plan.extra_pass_of = None
+
+    def _gradients(self, output: Tensor) -> Iterator[Tensor]:
+        if self._exact:
+            yield from all_gradients(output, self._likelihood, self._reduction)
+        else:
+            yield sampled_gradient(output, self._likelihood, self._reduction)
+
+
+class _OutputProbe(torch.autograd.Function):
+    """Hands the model's output on; its backward starts the extra passes from there.
+
+    A tensor hook would have to hold the output itself, a cycle that is never freed; saved tensors
+    don't."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, extra_pass: weakref.ref[ExtraPass]) -> Tensor:
+        ctx.save_for_backward(output)
+        ctx.extra_pass = extra_pass
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        extra_pass = ctx.extra_pass()
+        if extra_pass is not None:
+            extra_pass.run(ctx.saved_tensors[0])
+        return grad, None
+
+
+class OutputHook:
+    """The forward hook on the model; like `LayerHook` it is inert in a copy."""
+
+    def __init__(self, extra_pass: ExtraPass | None) -> None:
+        self._extra_pass = weakref.ref(extra_pass) if extra_pass is not None else None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        extra_pass = self._extra_pass() if self._extra_pass is not None else None
+        if extra_pass is None or self._extra_pass is None or not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling() or not extra_pass.wanting():
+            return None
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                'fisher="mc" and "exact" need a model that returns one tensor, but '
+                f"{type(module).__name__} returned {type(output).__name__}: wrap the model so "
+                'that it returns its logits, or use fisher="empirical"'
+            )
+        probed: Tensor = _OutputProbe.apply(  # type: ignore[no-untyped-call]
+            output, self._extra_pass
+        )
+        return probed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputHook:
+        return OutputHook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OutputHook, (None,)
+
+
+def attach_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:
+    return model.register_forward_hook(OutputHook(extra_pass), prepend=True)

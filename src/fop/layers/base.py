@@ -1,0 +1,75 @@
+"""What the optimizer must know about a layer type, and nothing more.
+
+A layer with weight sharing, groups and a bias is brought to one canonical form, so that all later
+mathematics is uniform:
+
+    input rows    x  [n, groups, s, i]     n examples, s shared positions, i inputs a group
+    output rows   g  [n, groups, s, o]     o outputs a group
+    matrix        W~ [groups, o, i (+1)]   the bias in the last column
+
+Gradients of the layer are computed here too, so that one backward pass can yield them for each half
+of the batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+
+class Layer(ABC):
+    """The geometry of one module. Holds numbers copied from the module, never the module itself."""
+
+    groups: int = 1
+
+    @abstractmethod
+    def __init__(self, module: nn.Module) -> None: ...
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Differentiable preprocessing of the module's input that its backward should not repeat
+        (padding).
+        """
+        return x
+
+    @abstractmethod
+    def example_count(self, x: Tensor) -> int:
+        """How many examples the prepared input holds."""
+
+    @abstractmethod
+    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and output gradient with examples in dimension 0, also for an unbatched call."""
+
+    @abstractmethod
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of the prepared input."""
+
+    @abstractmethod
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of the weight summed over the examples given."""
+
+    @abstractmethod
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        """Gradient of the bias summed over the examples given."""
+
+    @abstractmethod
+    def input_rows(self, x: Tensor) -> Tensor:
+        """[n, groups, s, i]"""
+
+    @abstractmethod
+    def output_rows(self, grad: Tensor) -> Tensor:
+        """[n, groups, s, o]"""
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[groups, o, i (+1)] from tensors shaped like the weight and the bias."""
+        outputs = weight.shape[0] // self.groups
+        matrix = weight.reshape(self.groups, outputs, -1)
+        if bias is None:
+            return matrix
+        return torch.cat([matrix, bias.reshape(self.groups, outputs, 1)], dim=2)
+
+    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        """The inverse of `to_matrix`: tensors shaped like the weight and, if given, the bias."""
+        if bias is None:
+            return [matrix.reshape(weight.shape)]
+        return [matrix[..., :-1].reshape(weight.shape), matrix[..., -1].reshape(bias.shape)]

@@ -1,0 +1,33 @@
+"""nn.Linear on inputs [n, ..., i]: dimension 0 counts examples, the middle ones positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fop.layers.base import Layer
+
+
+class LinearLayer(Layer):
+    def __init__(self, module: nn.Module) -> None:
+        del module  # its shapes are read off the tensors
+
+    def example_count(self, x: Tensor) -> int:
+        return x.shape[0] if x.dim() > 1 else 1
+
+    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, grad) if x.dim() > 1 else (x.unsqueeze(0), grad.unsqueeze(0))
+
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad.flatten(0, -2).sum(0)
+
+    def input_rows(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], 1, -1, x.shape[-1])
+
+    def output_rows(self, grad: Tensor) -> Tensor:
+        return grad.reshape(grad.shape[0], 1, -1, grad.shape[-1])

@@ -1,0 +1,94 @@
+"""Decompositions of damped curvature factors that do not give up: float64, then more damping, then
+None.
+
+All functions work on batches of symmetric positive semi-definite matrices [..., d, d]. A failure is
+found with one host read for a whole list of matrices; only the ones that failed climb the ladder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+# Each rung retries in float64 with this times the asked-for shift.
+LADDER = (1.0, 10.0, 1e3, 1e5)
+
+
+def damped_inverses(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor | None]:
+    """(factor + shift I)^-1 for each factor [g, d, d] and shift [g]; None where every rung of the
+    ladder failed.
+    """
+    found = _with_ladder(_cholesky_inverse, factors, shifts)
+    return [None if result is None else result[0] for result in found]
+
+
+def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
+    """Eigenvalues [g, d], not below 0, and eigenvectors [g, d, d] of each factor; None where every
+    rung failed.
+    """
+    # A shift moves eigenvalues only, and is taken off again: it serves to get the iteration past a
+    # bad matrix.
+    shifts = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) * 1e-6 for factor in factors]
+    return _with_ladder(_eigenbasis, factors, shifts, first_shift=0.0)
+
+
+# Of a factor and a shift: the decomposition, and a 0-dimensional flag on the device that tells
+# whether it is sound.
+Attempt = Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
+
+
+def _with_ladder(
+    attempt: Attempt, factors: Sequence[Tensor], shifts: Sequence[Tensor], first_shift: float = 1.0
+) -> list[tuple[Tensor, ...] | None]:
+    """Try every factor once, then those that failed again in float64 with growing shifts."""
+    results: list[tuple[Tensor, ...] | None] = []
+    flags: list[Tensor] = []
+    for factor, shift in zip(factors, shifts, strict=True):
+        result, good = _guarded(attempt, factor, shift * first_shift)
+        results.append(result)
+        flags.append(good)
+    if not flags:
+        return results
+    # The one host read; devices may differ in a model spread over several.
+    succeeded = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    for index, fine in enumerate(succeeded):
+        if not fine:
+            results[index] = _climb(attempt, factors[index], shifts[index])
+    return results
+
+
+def _climb(attempt: Attempt, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...] | None:
+    for more in LADDER:
+        result, good = _guarded(attempt, factor.double(), shift.double() * more)
+        if result is not None and bool(good):
+            return tuple(part.to(factor.dtype) for part in result)
+    return None
+
+
+def _guarded(
+    attempt: Attempt, factor: Tensor, shift: Tensor
+) -> tuple[tuple[Tensor, ...] | None, Tensor]:
+    try:
+        return attempt(factor, shift)
+    except RuntimeError:  # torch.linalg.LinAlgError, and what some back ends raise instead
+        return None, torch.zeros((), dtype=torch.bool, device=factor.device)
+
+
+def _shifted(factor: Tensor, shift: Tensor) -> Tensor:
+    damped = factor.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    return damped
+
+
+def _cholesky_inverse(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
+    triangle, info = torch.linalg.cholesky_ex(_shifted(factor, shift))
+    inverse = torch.cholesky_inverse(triangle)
+    return (inverse,), (info == 0).all() & inverse.isfinite().all()
+
+
+def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    values, vectors = torch.linalg.eigh(_shifted(factor, shift))
+    values = (values - shift.unsqueeze(-1)).clamp_(min=0.0)
+    return (values, vectors), values.isfinite().all() & vectors.isfinite().all()

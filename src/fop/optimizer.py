@@ -1,0 +1,354 @@
+"""`FOP` and `KFAC`: torch.optim.Optimizer fronts of the engine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fop.capture import LayerCapture, attach, is_watched
+from fop.engine import Block, Engine
+from fop.fisher import ExtraPass, attach_output
+from fop.groups import Skip, build_groups, check_model, find_layers
+from fop.rules import LossScale
+from fop.settings import Coefficient, Interval, Settings, check_group
+
+DEFAULT_ADAMW_LR = 1e-3
+
+
+class SecondOrderOptimizer(Optimizer):
+    """What `FOP` and `KFAC` share: everything but their arguments."""
+
+    # torch.amp.GradScaler then calls step() also after an overflow, with `grad_scale` and
+    # `found_inf` set, instead of reading the flag on the host.
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        options: Mapping[str, Any],
+        fallback_lr: float | None,
+        skip: Skip | Iterable[Skip],
+        param_groups: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        defaults = dict(options)
+        check_group(defaults)
+        _check_single_process()
+        self._model = check_model(model)
+        self._settings = settings
+        self._skip = skip
+        layers = find_layers(self._model, skip)
+        preconditioned = {p for _, module, _ in layers for p in module.parameters(recurse=False)}
+        fallback = _fallback_options(settings.fallback, fallback_lr)
+        groups = build_groups(self._model, preconditioned, param_groups, fallback)
+        super().__init__(groups, {**defaults, "steps": 0})
+        self._attach(layers)
+
+    def _attach(self, layers: Sequence[tuple[str, nn.Module, Any]]) -> None:
+        """Build the engine and watch the layers; the hooks go when the optimizer does."""
+        taken = [name for name, module, _ in layers if is_watched(module)]
+        if taken:
+            raise RuntimeError(
+                f"layer {taken[0]!r} is already trained by another fop optimizer: keep one "
+                "optimizer a model, or delete the first one (del optimizer) before building the "
+                "next; use param_groups for different settings"
+            )
+        self._engine = Engine(self._settings)
+        handles: list[RemovableHandle] = []
+        for name, module, layer in layers:
+            weight, bias = module._parameters["weight"], module._parameters["bias"]
+            assert weight is not None
+            capture = LayerCapture(layer, weight, bias, self._engine.plan)
+            self._engine.blocks.append(Block(name, capture))
+            if self._engine.plan.curvature or self._engine.plan.halves != "none":
+                handles += attach(module, capture)
+        settings = self._settings
+        self._extra_pass = None
+        if self._engine.plan.curvature and settings.fisher != "empirical":
+            captures = [block.capture for block in self._engine.blocks]
+            self._extra_pass = ExtraPass(
+                self._engine.plan,
+                captures,
+                settings.fisher,
+                settings.likelihood,
+                settings.loss_reduction,
+            )
+            handles.append(attach_output(self._model, self._extra_pass))
+        weakref.finalize(self, _remove_all, handles)
+        self._engine.prepare(self.steps + 1, self.state)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, those skipped for want of a finite gradient included."""
+        return int(self.param_groups[0]["steps"])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        A gradient, loss or factor that is not finite leaves parameters, momentum and curvature as
+        they were."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        retry = self._engine.step(self.param_groups, self.state, self._loss_scale())
+        for group in self.param_groups:
+            group["steps"] += 1
+        self._engine.prepare(self.steps + 1, self.state, retry=retry)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, and what was captured together with them."""
+        super().zero_grad(set_to_none)
+        self._engine.reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only used while the optimizer is built: later parameters would have no layer that is
+        watched.
+        """
+        if hasattr(self, "_engine"):
+            raise RuntimeError(
+                f"{type(self).__name__} can't take parameters after it was built, because it "
+                "preconditions layers, not single parameters: build it again with the whole model, "
+                "and with param_groups for different options"
+            )
+        super().add_param_group(param_group)
+        check_group(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state; training continues bit for bit as from where it was saved."""
+        super().load_state_dict(dict(state_dict))
+        self._restore_precision(state_dict)
+        self._engine.reset()
+        self._engine.prepare(self.steps + 1, self.state)
+
+    def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
+        """Undo torch's cast of all state to the parameter's type: curvature is more precise than
+        half-precision weights.
+        """
+        order = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(order, parameters, strict=True):
+            for key in self._engine.curvature.keys:
+                value = state_dict["state"].get(number, {}).get(key)
+                if isinstance(value, Tensor):
+                    self.state[parameter][key] = value.detach().clone().to(parameter.device)
+
+    def _loss_scale(self) -> LossScale | None:
+        """What GradScaler.step() has attached for the time of this step."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return None
+        scale = getattr(self, "grad_scale", None)
+        return LossScale(inverse=None if scale is None else scale.reciprocal(), found_inf=found_inf)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # With the model in the same pickle or deep copy, the two stay connected.
+        parts: dict[str, Any] = dict(super().__getstate__())
+        return {**parts, "_model": self._model, "_settings": self._settings, "_skip": self._skip}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if (
+            "_model" in state
+        ):  # unpickled or copied; load_state_dict also comes through here, without it
+            self._attach(find_layers(self._model, self._skip))
+
+    def __repr__(self) -> str:
+        layers = len(self._engine.blocks)
+        by_rule: dict[str, int] = {}
+        for group in self.param_groups:
+            by_rule[group["rule"]] = by_rule.get(group["rule"], 0) + len(group["params"])
+        others = [f"{n} parameters by {rule}" for rule, n in by_rule.items() if rule != "curvature"]
+        summary = ", ".join([f"{layers} layers by {self._settings.curvature} curvature", *others])
+        return f"# {summary}\n{super().__repr__()}"
+
+
+class FOP(SecondOrderOptimizer):
+    """Natural gradient by KFAC, with the Fisher-orthogonal part of the two half-batch gradients'
+    difference.
+
+    Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
+    Linear and Conv2d layers are preconditioned, all other parameters follow `fallback`.
+
+    Args:
+        model: The model to train (the module, not its parameters).
+        lr: Learning rate.
+        momentum, nesterov, weight_decay: As in torch.optim.SGD.
+        decoupled_weight_decay: Shrink the weights directly, as AdamW does, instead of adding to the
+            update.
+        damping: lambda, added to the curvature before it is inverted.
+        damping_mode: "factored" adds it to each Kronecker factor (Cholesky); "exact" to the whole
+            curvature (eigenvectors; tolerates
+            less: use a 10 to 30 times larger value).
+        factor_decay: Weight of the past in the moving averages of the curvature.
+        update_every: Steps between renewals of the curvature, or a function from the step (from 1)
+            to that number.
+        fisher: "empirical" takes it from the training loss's own backward; "mc" samples labels from
+            the model, one extra backward when
+            the curvature is renewed; "exact" takes all labels, one extra backward each.
+        likelihood: What "mc" and "exact" sample from: "categorical", "bernoulli" or "gaussian".
+        sharing: How weights shared over positions count: "expand" (every position on its own) or
+            "reduce" (summed an example).
+        beta: Weight of the orthogonal part: "adaptive" or a number.
+        eta: Step size of each layer: "adaptive" or a number.
+        total: Whether eta aims at the mean ("mean") or the sum ("sum", twice the step) of the
+            halves' losses.
+        kl_clip: Largest KL divergence, roughly, that a step may cause; None for no limit.
+        loss_reduction: Whether the loss is the "mean" or the "sum" over the examples of a step.
+        halves: "samples" splits every micro-batch, "microbatches" takes alternate backward passes.
+            "auto" is "samples".
+        curvature: "kronecker", or "identity" for none.
+        fallback: Rule for all other parameters: "sgd" with the options above, or "adamw".
+        fallback_lr: Learning rate of the fallback; by default `lr` for "sgd" and 1e-3 for "adamw".
+        skip: Layers to leave to the fallback: name patterns, module types or modules.
+        param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
+            their own lr, momentum,
+            weight_decay, nesterov or damping. Parameters in none of them form a group of their own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.1,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        damping: float = 1e-3,
+        damping_mode: Literal["factored", "exact"] = "factored",
+        factor_decay: float = 0.95,
+        update_every: Interval = 10,
+        fisher: Literal["empirical", "mc", "exact"] = "empirical",
+        likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
+        sharing: Literal["expand", "reduce"] = "expand",
+        beta: Coefficient = "adaptive",
+        eta: Coefficient = "adaptive",
+        total: Literal["mean", "sum"] = "mean",
+        kl_clip: float | None = 1e-3,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        halves: Literal["auto", "samples", "microbatches"] = "auto",
+        curvature: Literal["kronecker", "identity"] = "kronecker",
+        fallback: Literal["sgd", "adamw"] = "sgd",
+        fallback_lr: float | None = None,
+        skip: Skip | Iterable[Skip] = (),
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        settings = Settings(
+            damping_mode=damping_mode,
+            factor_decay=factor_decay,
+            update_every=update_every,
+            fisher=fisher,
+            likelihood=likelihood,
+            sharing=sharing,
+            beta=beta,
+            eta=eta,
+            total=total,
+            kl_clip=kl_clip,
+            loss_reduction=loss_reduction,
+            halves=halves,
+            curvature=curvature,
+            fallback=fallback,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "damping": damping,
+        }
+        super().__init__(model, settings, options, fallback_lr, skip, param_groups)
+
+
+class KFAC(SecondOrderOptimizer):
+    """`FOP` without the projection: the preconditioned gradient. Arguments as for `FOP`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.1,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        decoupled_weight_decay: bool = False,
+        damping: float = 1e-3,
+        damping_mode: Literal["factored", "exact"] = "factored",
+        factor_decay: float = 0.95,
+        update_every: Interval = 10,
+        fisher: Literal["empirical", "mc", "exact"] = "empirical",
+        likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
+        sharing: Literal["expand", "reduce"] = "expand",
+        kl_clip: float | None = 1e-3,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        curvature: Literal["kronecker", "identity"] = "kronecker",
+        fallback: Literal["sgd", "adamw"] = "sgd",
+        fallback_lr: float | None = None,
+        skip: Skip | Iterable[Skip] = (),
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        settings = Settings(
+            damping_mode=damping_mode,
+            factor_decay=factor_decay,
+            update_every=update_every,
+            fisher=fisher,
+            likelihood=likelihood,
+            sharing=sharing,
+            beta=0.0,
+            eta=1.0,
+            kl_clip=kl_clip,
+            loss_reduction=loss_reduction,
+            curvature=curvature,
+            fallback=fallback,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "damping": damping,
+        }
+        super().__init__(model, settings, options, fallback_lr, skip, param_groups)
+
+
+def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"rule": rule}
+    if rule == "adamw":
+        options.update(lr=DEFAULT_ADAMW_LR if lr is None else lr, betas=(0.9, 0.999), eps=1e-8)
+    elif lr is not None:
+        options["lr"] = lr
+    return options
+
+
+def _check_single_process() -> None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1:
+        raise NotImplementedError(
+            f"this version of fop trains in one process, but the process group has {ranks} ranks: "
+            "each would follow its own curvature and the replicas would drift apart. Train in one "
+            "process with gradient accumulation."
+        )
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

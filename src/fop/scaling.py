@@ -1,0 +1,49 @@
+"""The one place that knows how loss reduction, batch size and loss scale enter gradients and
+curvature.
+
+Backward passes leave raw sums; they are divided here, once. Then one batch and the same examples in
+k micro-batches give the same step.
+
+    N      examples in the step, all micro-batches together
+    rows   examples times shared positions, N S
+    H1, H2 the parts of `p.grad` that the two halves of the batch contributed, H1 + H2 = p.grad
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def factor_scales(*, examples: int, rows: int, sharing: str, reduction: str) -> tuple[float, float]:
+    """What to multiply the raw sums of x x^T and g g^T with, to obtain the Kronecker factors A and
+    G.
+
+    `g` was seen by a hook under the loss itself. Under a mean loss it is 1/N of the gradient of the
+    example's own loss, and G is quadratic in it."""
+    per_example = float(examples) if reduction == "mean" else 1.0
+    output_count = rows if sharing == "expand" else examples
+    return 1.0 / examples, per_example**2 / output_count
+
+
+def half_difference(average: Tensor, signed: Tensor, first: int, second: int) -> Tensor:
+    """g1 - g2 on the scale of the gradient: N/n1 H1 - N/n2 H2, from H1 + H2 and H1 - H2.
+
+    With equal halves this is twice `signed`.
+    """
+    total = first + second
+    of_signed = total / (2 * first) + total / (2 * second)
+    of_average = total / (2 * first) - total / (2 * second)
+    difference = signed * of_signed
+    return difference if of_average == 0 else difference.add_(average, alpha=of_average)
+
+
+def noise_scale(average_square: float, difference_square: float, first: int, second: int) -> float:
+    """The simple gradient noise scale tr(Sigma)/|G|^2 in examples (McCandlish et al. 2018),
+    unbiased in both terms.
+
+    The difference of the halves has variance tr(Sigma)(1/n1 + 1/n2), the mean tr(Sigma)/N.
+    Infinite where the halves show no signal beyond noise.
+    """
+    total_variance = difference_square / (1 / first + 1 / second)
+    signal = average_square - total_variance / (first + second)
+    return total_variance / signal if signal > 0 else float("inf")

@@ -1,0 +1,140 @@
+"""Every option of the optimizers that is not per parameter group, checked in one place.
+
+What may differ between parameter groups (lr, momentum, weight decay, damping) lives in
+`param_groups`, where learning-rate schedulers expect it; `check_group` holds its rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Interval = int | Callable[[int], int]
+Coefficient = float | Literal["adaptive"]
+
+# Curvature of the very first batch is a poor guide for a whole interval, so it is renewed on these
+# steps too.
+EARLY_REFRESH_STEPS = frozenset({1, 2, 4})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options shared by all parameter groups; see `fop.FOP` for what each means."""
+
+    damping_mode: str = "factored"
+    factor_decay: float = 0.95
+    update_every: Interval = 10
+    fisher: str = "empirical"
+    likelihood: str = "categorical"
+    sharing: str = "expand"
+    beta: Coefficient = "adaptive"
+    eta: Coefficient = "adaptive"
+    total: str = "mean"
+    kl_clip: float | None = 1e-3
+    loss_reduction: str = "mean"
+    halves: str = "auto"
+    curvature: str = "kronecker"
+    fallback: str = "sgd"
+    decoupled_weight_decay: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("damping_mode", self.damping_mode, ("factored", "exact"))
+        _one_of("fisher", self.fisher, ("empirical", "mc", "exact"))
+        _one_of("likelihood", self.likelihood, ("categorical", "gaussian", "bernoulli"))
+        _one_of("sharing", self.sharing, ("expand", "reduce"))
+        _one_of("total", self.total, ("mean", "sum"))
+        _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        _one_of("halves", self.halves, ("auto", "samples", "microbatches"))
+        _one_of("curvature", self.curvature, ("kronecker", "identity"))
+        _one_of("fallback", self.fallback, ("sgd", "adamw"))
+        _flag("decoupled_weight_decay", self.decoupled_weight_decay)
+        _number("factor_decay", self.factor_decay, low=0.0, high=1.0, high_open=True)
+        if self.kl_clip is not None:
+            _number(
+                "kl_clip", self.kl_clip, low=0.0, low_open=True, hint=" or None to switch it off"
+            )
+        for name, value in (("beta", self.beta), ("eta", self.eta)):
+            if value != "adaptive":
+                _number(name, value, hint=' or "adaptive"')
+        if not callable(self.update_every):
+            _interval(self.update_every, "update_every")
+
+    @property
+    def needs_halves(self) -> bool:
+        """Whether the update depends on the two half-batch gradients at all."""
+        return self.beta != 0
+
+    @property
+    def total_weight(self) -> float:
+        """k of algorithm's eta: 1 when g_tot is the mean gradient, 2 when it is g1 + g2."""
+        return 1.0 if self.total == "mean" else 2.0
+
+    def refresh_due(self, step: int) -> bool:
+        """Whether curvature is renewed on `step`, counted from 1."""
+        if self.curvature == "identity":
+            return False
+        interval = self.update_every
+        if callable(interval):
+            interval = _interval(interval(step), f"update_every({step})")
+        return step in EARLY_REFRESH_STEPS or (step - 1) % interval == 0
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise where a parameter group's own options are of the wrong type or range."""
+    for name in ("lr", "weight_decay", "momentum"):
+        _number(name, group[name], low=0.0)
+    _number("damping", group["damping"], low=0.0, low_open=True)
+    _flag("nesterov", group["nesterov"])
+    if group["nesterov"] and group["momentum"] == 0:
+        raise ValueError(
+            "nesterov=True needs momentum > 0, but momentum is 0: set momentum, or drop nesterov"
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _number(
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+    hint: str = "",
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name} must be a number{hint}, got {value!r} of type {type(value).__name__}"
+        )
+    inside = (value > low if low_open else value >= low) and (
+        value < high if high_open else value <= high
+    )
+    if not (inside and math.isfinite(value)):
+        bounds = []
+        if low > -math.inf:
+            bounds.append(f"{'>' if low_open else '>='} {low:g}")
+        if high < math.inf:
+            bounds.append(f"{'<' if high_open else '<='} {high:g}")
+        wanted = " and ".join(bounds) or "finite"
+        raise ValueError(f"{name} must be {wanted}{hint}, got {value!r}")
+
+
+def _interval(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"{name} must be a whole number of steps or a function of the step, got {value!r}"
+        )
+    if value < 1:
+        raise ValueError(f"{name} must be >= 1, got {value!r}")
+    return value

@@ -1,0 +1,572 @@
+"""What FOP and KFAC must compute, as plainly as possible: the reference for the library's tests.
+
+Everything is dense and float64, and nothing of the library is used. Each example runs through the
+model *alone*: autograd gives its gradient, and what its layers saw gives the Kronecker factors.
+So models whose examples depend on each other (batch norm in training mode) have no reference here.
+Small sizes only: a layer of o x (i+1) parameters has an F with (o(i+1))^2 entries.
+
+Symbols, one layer: N examples, S shared positions, matrix [W | b] of shape o x (i+1).
+  x [S, i+1] inputs, g [S, o] output gradients of one example's own loss, A and G their second
+  moments, F = G (x) A, M = F damped. Row-major flattening of V makes F vec(V) = vec(G V A).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+LossFunction = Callable[[Tensor, Tensor, str], Tensor]  # (output, target, reduction) -> loss
+MicroBatch = tuple[Tensor, Tensor]  # inputs and targets; dimension 0 counts the examples
+Layer = nn.Linear | nn.Conv2d
+Factors = tuple[Tensor, Tensor]  # A, G of one group
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The options of fop.FOP under their own names; `project=False` is fop.KFAC.
+
+    `likelihood` only completes the names: the exact Fisher differentiates the given loss twice.
+    """
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    decoupled_weight_decay: bool = False
+    damping: float = 1e-3
+    damping_mode: Literal["factored", "exact"] = "factored"
+    factor_decay: float = 0.95
+    update_every: int | Callable[[int], int] = 10
+    fisher: Literal["empirical", "exact"] = "empirical"
+    likelihood: Literal["categorical", "gaussian", "bernoulli"] = "categorical"
+    sharing: Literal["expand", "reduce"] = "expand"
+    beta: Literal["adaptive"] | float = "adaptive"
+    eta: Literal["adaptive"] | float = "adaptive"
+    total: Literal["mean", "sum"] = "mean"
+    kl_clip: float | None = 1e-3
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    halves: Literal["auto", "samples", "microbatches"] = "auto"
+    curvature: Literal["kronecker", "identity"] = "kronecker"
+    project: bool = True
+
+    def __post_init__(self) -> None:
+        choices = {
+            "damping_mode": ("factored", "exact"),
+            "fisher": ("empirical", "exact"),
+            "likelihood": ("categorical", "gaussian", "bernoulli"),
+            "sharing": ("expand", "reduce"),
+            "total": ("mean", "sum"),
+            "loss_reduction": ("mean", "sum"),
+            "halves": ("auto", "samples", "microbatches"),
+            "curvature": ("kronecker", "identity"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
+        defaults = ("adaptive", "adaptive", "mean")
+        if not self.project and (self.beta, self.eta, self.total) != defaults:
+            raise ValueError("project=False is KFAC, without beta, eta and total: leave them out")
+
+    def refreshes(self, step: int) -> bool:
+        """Whether the curvature is renewed on this step (counted from 1)."""
+        interval = self.update_every(step) if callable(self.update_every) else self.update_every
+        return step in (1, 2, 4) or (step - 1) % interval == 0
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one step computed for one layer; a, d, p, c, u are o x (i+1), u before the KL clip."""
+
+    factors: list[Factors]  # one pair a group, as averaged so far; empty for identity curvature
+    F: Tensor
+    M: Tensor
+    a: Tensor
+    d: Tensor
+    p: Tensor
+    c: Tensor
+    u: Tensor
+    s: float
+    q: float
+    D: float
+    E: float
+    beta: float
+    eta: float
+    cos2: float
+
+
+# --- one example, alone ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one example did to one layer; it adds J^T H J to the second moment of g."""
+
+    x: list[Tensor]  # per group [S, i+1], all calls of the module in a row
+    J: Tensor  # [K, S, o]: gradients at the layer's output of K scalars ...
+    H: Tensor  # [K, K]: ... and their metric
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example's parameter gradients (None where unused) and layer records, for its own loss."""
+
+    gradients: dict[str, Tensor | None]
+    records: dict[str, Record]
+
+
+def trainable_layers(model: nn.Module) -> dict[str, Layer]:
+    """The layers with curvature: Linear and Conv2d whose weight is trained."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.requires_grad
+    }
+
+
+def has_bias(layer: Layer) -> bool:
+    """A frozen bias is no coordinate of the layer."""
+    return layer.bias is not None and layer.bias.requires_grad
+
+
+def examine(
+    model: nn.Module, inputs: Tensor, target: Tensor, loss_fn: LossFunction, reference: Reference
+) -> Example:
+    """Run a batch of one example forward and backward and note what every layer saw."""
+    layers = trainable_layers(model)
+    calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            # Adding a zero leaf gives the gradient at this output whatever happens in place later.
+            probe = torch.zeros_like(output, requires_grad=True)
+            calls[name].append((args[0].detach().clone(), probe))
+            return output + probe
+
+        return hook
+
+    handles = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        output = model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    loss = loss_fn(output, target, reference.loss_reduction)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=True, allow_unused=True
+    )
+
+    scalars = [loss]
+    metric = torch.ones(1, 1, dtype=torch.float64)
+    if reference.fisher == "exact":  # Gauss-Newton: every output, in the metric of the loss
+        scalars = list(output.flatten())
+        metric = output_hessian(output.detach(), target, loss_fn, reference.loss_reduction)
+    records = {
+        name: Record(
+            x=input_rows(layers[name], [x for x, _ in seen]),
+            J=torch.stack([output_gradient(layers[name], seen, scalar) for scalar in scalars]),
+            H=metric,
+        )
+        for name, seen in calls.items()
+        if seen
+    }
+    return Example(dict(zip(parameters, gradients, strict=True)), records)
+
+
+def output_hessian(output: Tensor, target: Tensor, loss_fn: LossFunction, reduction: str) -> Tensor:
+    """Hessian of one example's loss in all K output numbers, [K, K].
+
+    With one label an example this is the Fisher of all classes, sum_c p_c g_c g_c^T. Where the
+    example's loss is a mean over T positions or features it is the mean's Hessian: 1/T of the sum.
+    """
+
+    def loss(flat: Tensor) -> Tensor:
+        return loss_fn(flat.reshape(output.shape), target, reduction)
+
+    hessian: Tensor = torch.autograd.functional.hessian(  # type: ignore[no-untyped-call]
+        loss, output.flatten()
+    )
+    return hessian
+
+
+def output_gradient(layer: Layer, calls: Sequence[tuple[Tensor, Tensor]], scalar: Tensor) -> Tensor:
+    """Gradient of a scalar at the layer's outputs, [S, o] over all positions of all calls."""
+    probes = [probe for _, probe in calls]
+    gradients = torch.autograd.grad(scalar, probes, retain_graph=True, materialize_grads=True)
+    channel = 1 if isinstance(layer, nn.Conv2d) else -1
+    return torch.cat([g.movedim(channel, -1).flatten(0, -2) for g in gradients])
+
+
+def input_rows(layer: Layer, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """One example's inputs of all calls as rows [S, i+1], one matrix a group."""
+    for x in inputs:
+        if x.shape[0] != 1:
+            raise ValueError(f"dimension 0 must count examples: one gave an input {tuple(x.shape)}")
+    if isinstance(layer, nn.Conv2d):
+        read = torch.cat([patches(layer, x[0]) for x in inputs])
+        groups = [part.flatten(1) for part in read.chunk(layer.groups, dim=1)]
+    else:
+        groups = [torch.cat([x.flatten(0, -2) for x in inputs])]
+    if has_bias(layer):
+        groups = [torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) for rows in groups]
+    return groups
+
+
+def patches(layer: nn.Conv2d, image: Tensor) -> Tensor:
+    """What every output position of a convolution reads, [S, channels, kernel height * width]."""
+    before = []
+    sizes = []
+    for axis in range(2):
+        reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+        if isinstance(layer.padding, str):
+            padded = reach if layer.padding == "same" else 0
+            before.append(padded // 2)
+        else:
+            padded = 2 * int(layer.padding[axis])
+            before.append(int(layer.padding[axis]))
+        sizes.append((image.shape[axis + 1] + padded - reach - 1) // layer.stride[axis] + 1)
+
+    # One more row and column of zeros stand for everything outside a zero-padded image.
+    framed = image.new_zeros(image.shape[0], image.shape[1] + 1, image.shape[2] + 1)
+    framed[:, :-1, :-1] = image
+
+    def sources(axis: int, position: int) -> list[int]:
+        start = position * layer.stride[axis] - before[axis]
+        taps = range(layer.kernel_size[axis])
+        size = image.shape[axis + 1]
+        return [source(start + layer.dilation[axis] * t, size, layer.padding_mode) for t in taps]
+
+    read = []
+    for row in range(sizes[0]):
+        for column in range(sizes[1]):
+            window = framed[:, sources(0, row)][:, :, sources(1, column)]
+            read.append(window.flatten(1))
+    return torch.stack(read)
+
+
+def source(index: int, size: int, mode: str) -> int:
+    """The image index that a padded index reads; `size` means a zero."""
+    if 0 <= index < size:
+        return index
+    if mode == "circular":
+        return index % size
+    if mode == "replicate":
+        return 0 if index < 0 else size - 1
+    if mode == "reflect":
+        return -index if index < 0 else 2 * (size - 1) - index
+    return size
+
+
+# --- curvature ------------------------------------------------------------------------------------
+
+
+def kronecker_factors(
+    records: Sequence[Record], examples: int, sharing: Literal["expand", "reduce"]
+) -> list[Factors]:
+    """A and G of every group, from the records of a step's examples."""
+    groups = len(records[0].x)
+    positions = sum(len(record.x[0]) for record in records)
+    factors = []
+    for group in range(groups):
+        xs = [record.x[group] for record in records]
+        Js = [record.J.chunk(groups, dim=2)[group] for record in records]
+        if sharing == "reduce":
+            xs = [x.mean(0, keepdim=True) for x in xs]
+            Js = [J.sum(1, keepdim=True) for J in Js]
+        A = torch.stack([x.T @ x for x in xs]).sum(0) / examples
+        moments = [
+            torch.einsum("ksi,kl,lsj->ij", J, record.H, J)
+            for J, record in zip(Js, records, strict=True)
+        ]
+        G = torch.stack(moments).sum(0) / (positions if sharing == "expand" else examples)
+        factors.append((A, G))
+    return factors
+
+
+def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
+    """A layer's matrix from those of its groups, whose rows of [W | b] follow each other."""
+    matrix: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+    return matrix
+
+
+def dense_curvature(factors: Sequence[Factors], reference: Reference) -> tuple[Tensor, Tensor]:
+    """F and M of a layer, block-diagonal over its groups."""
+    fisher = block_diagonal([torch.kron(G, A) for A, G in factors])
+    if reference.damping_mode == "exact":
+        return fisher, fisher + reference.damping * torch.eye(len(fisher), dtype=fisher.dtype)
+    blocks = []
+    for A, G in factors:
+        # The floor only matters for a factor that is exactly zero.
+        mean_A, mean_G = (max(float(X.trace()) / len(X), 1e-30) for X in (A, G))
+        pi = math.sqrt(mean_A / mean_G)
+        root = math.sqrt(reference.damping)
+        damped_A = A + pi * root * torch.eye(len(A), dtype=A.dtype)
+        damped_G = G + root / pi * torch.eye(len(G), dtype=G.dtype)
+        blocks.append(torch.kron(damped_G, damped_A))
+    return fisher, block_diagonal(blocks)
+
+
+def project(
+    a: Tensor, d: Tensor, F: Tensor, M: Tensor, reference: Reference, factors: list[Factors]
+) -> LayerTrace:
+    """The paper's projection and scaling of one layer, from a and d of shape o x (i+1)."""
+    k = 1.0 if reference.total == "mean" else 2.0
+    vec_a, vec_d = a.flatten(), d.flatten()
+    if not reference.project:
+        vec_d = torch.zeros_like(vec_d)  # without a difference nothing is left to project: KFAC
+
+    aFa = float(vec_a @ F @ vec_a)
+    s = float(vec_d @ F @ vec_a) / aFa if aFa > 0 else 0.0
+    p = vec_d - s * vec_a
+    solved_a, solved_p = torch.linalg.solve(M, torch.stack([vec_a, p], dim=1)).unbind(1)
+    q, D, E = float(vec_a @ solved_a), float(vec_a @ solved_p), float(p @ solved_p)
+
+    informative = q > 0 and E / q > 1e-12
+    cos2 = D * D / (q * E) if informative else 0.0
+    if q == 0:  # no gradient, no step
+        beta, eta = 0.0, k
+    else:
+        beta = (D / E if informative else 0.0) if reference.beta == "adaptive" else reference.beta
+        eta = k * (q + beta * D) / (q + 2 * beta * D + beta * beta * E)
+        eta = eta if reference.eta == "adaptive" else reference.eta
+    c = vec_a + beta * p
+    u = eta * (solved_a + beta * solved_p)
+    return LayerTrace(
+        factors=factors,
+        F=F,
+        M=M,
+        a=a,
+        d=vec_d.reshape(a.shape),
+        p=p.reshape(a.shape),
+        c=c.reshape(a.shape),
+        u=u.reshape(a.shape),
+        s=s,
+        q=q,
+        D=D,
+        E=E,
+        beta=beta,
+        eta=eta,
+        cos2=cos2,
+    )
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+def half_of_each_example(sizes: Sequence[int], halves: str) -> list[list[int]]:
+    """For every micro-batch, the half (0 or 1) that each of its examples belongs to."""
+    counts = [0, 0]
+    chosen = []
+    for number, size in enumerate(sizes):
+        if halves == "microbatches":
+            first = size if number % 2 == 0 else 0
+        else:  # the odd example goes where there are fewer so far, on a tie to the first half
+            first = size // 2 + (size % 2 if counts[0] <= counts[1] else 0)
+        counts[0] += first
+        counts[1] += size - first
+        chosen.append([0] * first + [1] * (size - first))
+    return chosen
+
+
+def loss_weights(sizes: Sequence[int], reduction: str) -> list[float]:
+    """The weights that make the accumulated loss that of the whole batch."""
+    return [1.0 if reduction == "sum" else size / sum(sizes) for size in sizes]
+
+
+class ReferenceOptimizer:
+    """Walks its own float64 copy of a model; parameters in no layer follow SGD on their gradient.
+
+    Build it before the library's optimizer sees the model. `reference` may be replaced between
+    steps, as a scheduler changes lr.
+    """
+
+    def __init__(self, model: nn.Module, reference: Reference) -> None:
+        self.model = copy.deepcopy(model).double()
+        self.reference = reference
+        self.steps = 0
+        self.kl_scale = 1.0  # nu of the last step
+        self.gradients: dict[str, Tensor] = {}  # what p.grad was at the last step
+        self._averages: dict[str, list[Factors]] = {}
+        self._momentum: dict[str, Tensor] = {}
+
+    def step(
+        self,
+        microbatches: Sequence[MicroBatch],
+        loss_fn: LossFunction,
+        *,
+        weights: Sequence[float] | None = None,
+        gradient_scale: float = 1.0,
+    ) -> dict[str, LayerTrace]:
+        """Take the step that follows one backward a micro-batch, each on its weight times its loss.
+
+        `weights`: loss_weights by default. `gradient_scale`: what multiplied p.grad between
+        backward and step, as a clip does; a and d follow it, the statistics do not.
+        """
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                raise ValueError("batch norm in training mode: examples cannot run alone")
+        self.steps += 1
+        sizes = [len(inputs) for inputs, _ in microbatches]
+        halves = half_of_each_example(sizes, self.reference.halves)
+        counts = [sum(chosen.count(half) for chosen in halves) for half in (0, 1)]
+        if weights is None:
+            weights = loss_weights(sizes, self.reference.loss_reduction)
+
+        sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # H1 and H2
+        records: dict[str, list[Record]] = {}
+        for (inputs, targets), chosen, weight in zip(microbatches, halves, weights, strict=True):
+            # Each example's weight in the loss, and the factor of its per-example gradient.
+            mean = self.reference.loss_reduction == "mean"
+            in_loss = weight / len(inputs) if mean else weight
+            per_example = in_loss * sum(sizes) if mean else weight
+            for index, half in enumerate(chosen):
+                example = examine(
+                    self.model,
+                    _as_double(inputs[index : index + 1]),
+                    _as_double(targets[index : index + 1]),
+                    loss_fn,
+                    self.reference,
+                )
+                for name, gradient in example.gradients.items():
+                    if gradient is not None:
+                        scaled = gradient_scale * in_loss * gradient
+                        sums[half][name] = sums[half].get(name, 0.0) + scaled
+                for name, record in example.records.items():
+                    # The model's own Fisher knows nothing of the weights in the training loss.
+                    factor = per_example if self.reference.fisher == "empirical" else 1.0
+                    weighted = Record(record.x, factor * record.J, record.H)
+                    records.setdefault(name, []).append(weighted)
+
+        if self.reference.refreshes(self.steps) and self.reference.curvature == "kronecker":
+            for name, seen in records.items():
+                self._absorb(name, kronecker_factors(seen, sum(sizes), self.reference.sharing))
+        return self._update(*self._gradient_and_difference(sums, counts))
+
+    def _gradient_and_difference(
+        self, sums: tuple[dict[str, Tensor], dict[str, Tensor]], counts: list[int]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """a = H1 + H2 and d = (N/n1) H1 - (N/n2) H2 of every parameter that has a gradient."""
+        a, d = {}, {}
+        for name, parameter in self.model.named_parameters():
+            if name in sums[0] or name in sums[1]:
+                zero = torch.zeros_like(parameter)
+                first, second = (half.get(name, zero) for half in sums)
+                a[name] = first + second
+                d[name] = zero
+                if min(counts) > 0:
+                    d[name] = sum(counts) * (first / counts[0] - second / counts[1])
+        return a, d
+
+    def _absorb(self, name: str, batch: list[Factors]) -> None:
+        rho = self.reference.factor_decay
+        averages = self._averages.get(name, batch)
+        self._averages[name] = [
+            (rho * A + (1 - rho) * A_batch, rho * G + (1 - rho) * G_batch)
+            for (A, G), (A_batch, G_batch) in zip(averages, batch, strict=True)
+        ]
+
+    def _update(self, a: dict[str, Tensor], d: dict[str, Tensor]) -> dict[str, LayerTrace]:
+        self.gradients = a
+        traces = {}
+        directions = dict(a)  # SGD unless a layer says otherwise
+        layers = trainable_layers(self.model)
+        for name, layer in layers.items():
+            prefix = f"{name}." if name else ""
+            if f"{prefix}weight" in a:
+                traces[name] = self._trace(
+                    name, _matrix(layer, a, prefix), _matrix(layer, d, prefix)
+                )
+
+        lr, kl_clip = self.reference.lr, self.reference.kl_clip
+        size = abs(lr * lr * sum(float((trace.u * trace.c).sum()) for trace in traces.values()))
+        self.kl_scale = 1.0
+        if kl_clip is not None and size > kl_clip:
+            self.kl_scale = math.sqrt(kl_clip / size)
+
+        for name, trace in traces.items():
+            prefix = f"{name}." if name else ""
+            layer = layers[name]
+            u = self.kl_scale * trace.u
+            if has_bias(layer):
+                directions[f"{prefix}bias"] = u[:, -1]
+                u = u[:, :-1]
+            directions[f"{prefix}weight"] = u.reshape(layer.weight.shape)
+        for name, direction in directions.items():
+            self._descend(name, direction)
+        return traces
+
+    def _trace(self, name: str, a: Tensor, d: Tensor) -> LayerTrace:
+        if self.reference.curvature == "identity":
+            identity = torch.eye(a.numel(), dtype=a.dtype)
+            return project(a, d, identity, identity, self.reference, [])
+        if name not in self._averages:
+            raise ValueError(f"layer {name!r} has a gradient but never ran on a curvature step")
+        factors = self._averages[name]
+        return project(a, d, *dense_curvature(factors, self.reference), self.reference, factors)
+
+    @torch.no_grad()
+    def _descend(self, name: str, direction: Tensor) -> None:
+        """Weight decay, momentum and the parameter write, as in torch.optim.SGD."""
+        options = self.reference
+        parameter = self.model.get_parameter(name)
+        if options.decoupled_weight_decay:
+            parameter.mul_(1 - options.lr * options.weight_decay)
+        else:
+            direction = direction + options.weight_decay * parameter
+        if options.momentum != 0:
+            velocity = direction
+            if name in self._momentum:
+                velocity = options.momentum * self._momentum[name] + direction
+            self._momentum[name] = velocity
+            direction = direction + options.momentum * velocity if options.nesterov else velocity
+        parameter.sub_(options.lr * direction)
+
+
+def _matrix(layer: Layer, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+    """[W | b] of a layer, o x (i+1)."""
+    weight = tensors[f"{prefix}weight"].flatten(1)
+    return torch.cat([weight, tensors[f"{prefix}bias"][:, None]], 1) if has_bias(layer) else weight
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+# --- what tests of the library run beside it ------------------------------------------------------
+
+
+def accumulate(
+    model: nn.Module,
+    microbatches: Sequence[MicroBatch],
+    loss_fn: LossFunction,
+    reduction: str = "mean",
+    weights: Sequence[float] | None = None,
+) -> None:
+    """The user's loop before `step()`: one backward a micro-batch, weighted as in the reference."""
+    if weights is None:
+        weights = loss_weights([len(inputs) for inputs, _ in microbatches], reduction)
+    for (inputs, targets), weight in zip(microbatches, weights, strict=True):
+        loss = weight * loss_fn(model(inputs), targets, reduction)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def cross_entropy(output: Tensor, target: Tensor, reduction: str) -> Tensor:
+    """Goes with likelihood="categorical"."""
+    return functional.cross_entropy(output, target, reduction=reduction)
+
+
+def squared_error(output: Tensor, target: Tensor, reduction: str) -> Tensor:
+    """Goes with likelihood="gaussian"."""
+    return functional.mse_loss(output, target, reduction=reduction)
+
+
+def binary_cross_entropy(output: Tensor, target: Tensor, reduction: str) -> Tensor:
+    """Goes with likelihood="bernoulli"."""
+    return functional.binary_cross_entropy_with_logits(output, target, reduction=reduction)

@@ -1,0 +1,253 @@
+"""A step of FOP and KFAC is the step of algorithm and paper, to float64 round-off.
+
+Each case runs the library and the dense reference side by side for several steps, so that moving
+averages, stale curvature, momentum and the KL clip are compared too, and then every parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fop
+from tests.oracles import (
+    Reference,
+    ReferenceOptimizer,
+    accumulate,
+    binary_cross_entropy,
+    cross_entropy,
+    squared_error,
+)
+
+TOLERANCE = 1e-7
+CLASSES = 3
+
+
+class Sequence(nn.Module):
+    """Linear layers over tokens, then a mean: shared positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 4)
+        self.mix = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(torch.tanh(self.embed(x)))).mean(1))
+
+
+class Recurrent(nn.Module):
+    """One layer called three times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.cell(x))
+        return self.head(x)
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter of its own, which follows the fallback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.full((4,), 0.7))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.layer(x)) * self.gain)
+
+
+def convolutional(*convolutions: nn.Module) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        body: list[nn.Module] = []
+        for convolution in convolutions:
+            body += [copy.deepcopy(convolution), nn.Tanh()]
+        return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LazyLinear(CLASSES))
+
+    return build
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, CLASSES), (4,)),
+    "linear without bias": (lambda: nn.Linear(4, CLASSES, bias=False), (4,)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, CLASSES)),
+        (4,),
+    ),
+    "shared positions": (Sequence, (3, 3)),
+    "called three times": (Recurrent, (4,)),
+    "other parameters": (Scaled, (4,)),
+    "conv": (convolutional(nn.Conv2d(2, 3, 3, padding=1)), (2, 5, 5)),
+    "conv stride": (convolutional(nn.Conv2d(2, 3, 3, stride=2, bias=False)), (2, 6, 6)),
+    "conv uneven": (
+        convolutional(nn.Conv2d(1, 2, (3, 2), stride=(1, 2), padding=(2, 0), dilation=(2, 1))),
+        (1, 5, 6),
+    ),
+    "conv groups": (convolutional(nn.Conv2d(4, 4, 3, padding=1, groups=2)), (4, 4, 4)),
+    "conv depthwise": (convolutional(nn.Conv2d(3, 6, 2, groups=3)), (3, 4, 4)),
+    "conv same": (convolutional(nn.Conv2d(2, 2, 2, padding="same", dilation=2)), (2, 4, 4)),
+    "conv valid": (convolutional(nn.Conv2d(2, 2, 2, padding="valid")), (2, 4, 4)),
+    "conv circular": (
+        convolutional(nn.Conv2d(2, 2, 3, padding=(1, 2), padding_mode="circular")),
+        (2, 4, 4),
+    ),
+    "conv reflect": (
+        convolutional(nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect", groups=2)),
+        (2, 4, 4),
+    ),
+    "conv replicate": (
+        convolutional(nn.Conv2d(2, 2, 2, padding="same", padding_mode="replicate")),
+        (2, 4, 4),
+    ),
+    "conv stack": (
+        convolutional(nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, 3, stride=2, padding=1)),
+        (1, 6, 6),
+    ),
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "exact damping": {"damping_mode": "exact", "damping": 0.03},
+    "reduce": {"sharing": "reduce"},
+    "reduce, exact damping": {"sharing": "reduce", "damping_mode": "exact", "damping": 0.03},
+    "sum of halves": {"total": "sum"},
+    "fixed beta": {"beta": -0.3},
+    "fixed eta": {"eta": 0.7},
+    "fixed both": {"beta": 0.2, "eta": 0.5},
+    "no clip": {"kl_clip": None, "lr": 0.01},
+    "tight clip": {"kl_clip": 1e-5, "lr": 0.5},
+    "weight decay": {"weight_decay": 0.05},
+    "decoupled nesterov": {"weight_decay": 0.05, "decoupled_weight_decay": True, "nesterov": True},
+    "no momentum": {"momentum": 0.0},
+    "fast factors": {"factor_decay": 0.5, "update_every": 1},
+    "interval by step": {"update_every": lambda step: 2 if step < 4 else 3},
+    "sum loss": {"loss_reduction": "sum", "lr": 0.01},
+    "identity": {"curvature": "identity", "kl_clip": None},
+}
+
+
+def build(name: str, seed: int = 0) -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(seed)
+    factory, shape = MODELS[name]
+    model = factory().double()
+    model(torch.zeros(1, *shape, dtype=torch.float64))  # gives lazy layers their shape
+    return model, shape
+
+
+def batches(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (torch.randn(n, *shape, dtype=torch.float64), torch.randint(CLASSES, (n,))) for n in sizes
+    ]
+
+
+def assert_same_training(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    settings: dict[str, Any],
+    *,
+    project: bool = True,
+    sizes: tuple[int, ...] = (6,),
+    loss: Any = cross_entropy,
+    draw: Any = batches,
+    steps: int = 5,
+    weights: list[float] | None = None,
+) -> None:
+    reference = ReferenceOptimizer(model, Reference(**settings, project=project))
+    optimizer = (fop.FOP if project else fop.KFAC)(model, **settings)
+    for step in range(steps):
+        data = draw(shape, sizes)
+        optimizer.zero_grad()
+        reduction = settings.get("loss_reduction", "mean")
+        accumulate(model, data, loss, reduction, weights)
+        optimizer.step()
+        traces = reference.step(data, loss, weights=weights)
+        for name, found in fop.diagnostics(optimizer).items():
+            # Without two halves there is no p for a fixed beta to weigh.
+            keys = ("s", "beta", "eta", "cos2") if traces[name].d.any() else ("s", "eta", "cos2")
+            for key in keys:
+                expected = float(getattr(traces[name], key))
+                close = pytest.approx(expected, rel=1e-5, abs=1e-9)
+                assert found[key] == close, (step, name, key)
+        expected = dict(reference.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            wanted = expected[name].detach()
+            error = (parameter.detach() - wanted).norm() / wanted.norm()
+            assert float(error) < TOLERANCE, (step, name, float(error))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("project", [True, False], ids=["fop", "kfac"])
+def test_every_layer_takes_the_reference_step(name: str, project: bool) -> None:
+    assert_same_training(*build(name), {}, project=project)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["mlp", "shared positions", "conv groups", "called three times"])
+def test_every_setting_takes_the_reference_step(name: str, setting: str) -> None:
+    assert_same_training(*build(name), SETTINGS[setting])
+
+
+@pytest.mark.parametrize("sizes", [(7,), (1,), (2, 2, 2), (3, 3, 3), (4, 1, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("halves", ["samples", "microbatches"])
+@pytest.mark.filterwarnings("ignore:layer .* saw .* examples in the two halves")
+def test_odd_batches_and_microbatches_take_the_reference_step(
+    sizes: tuple[int, ...], halves: str
+) -> None:
+    for name in ("mlp", "conv stack", "shared positions"):
+        assert_same_training(*build(name), {"halves": halves, "beta": 0.3}, sizes=sizes)
+        assert_same_training(*build(name), {"halves": halves}, sizes=sizes)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ragged_microbatches_carry_their_weight_in_the_loss(sharing: str, reduction: str) -> None:
+    settings = {"sharing": sharing, "loss_reduction": reduction, "lr": 0.01}
+    for name in ("mlp", "shared positions"):
+        weights = [0.2, 0.5, 0.3]
+        assert_same_training(*build(name), settings, sizes=(4, 1, 3), weights=weights)
+
+
+def gaussian_batches(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    draw = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
+    return [(draw(n, *shape), draw(n, CLASSES)) for n in sizes]
+
+
+def bernoulli_batches(
+    shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[tuple[Tensor, Tensor]]:
+    return [(x, (y > 0).double()) for x, y in gaussian_batches(shape, sizes)]
+
+
+@pytest.mark.parametrize("name", ["mlp", "shared positions", "conv groups", "called three times"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("likelihood", "loss", "draw"),
+    [
+        ("categorical", cross_entropy, batches),
+        ("gaussian", squared_error, gaussian_batches),
+        ("bernoulli", binary_cross_entropy, bernoulli_batches),
+    ],
+)
+def test_the_exact_fisher_takes_the_reference_step(
+    name: str, sharing: str, reduction: str, likelihood: str, loss: Any, draw: Any
+) -> None:
+    settings = {
+        "fisher": "exact",
+        "likelihood": likelihood,
+        "loss_reduction": reduction,
+        "sharing": sharing,
+        "lr": 0.02,
+    }
+    assert_same_training(*build(name), settings, loss=loss, draw=draw, sizes=(3, 2), steps=3)
