@@ -64,6 +64,26 @@ class _Pending:
     sums: PassSums | None = None
 
 
+@dataclass(frozen=True)
+class _SeenGradient:
+    """`p.grad` as a backward pass left it, to notice what others do to it."""
+
+    address: int
+    version: int
+    norm: Tensor
+
+    @staticmethod
+    def of(grad: Tensor) -> _SeenGradient:
+        return _SeenGradient(grad.data_ptr(), grad._version, torch.linalg.vector_norm(grad))
+
+    def unchanged(self, grad: Tensor) -> bool:
+        return (self.address, self.version) == (grad.data_ptr(), grad._version)
+
+    def ratio(self, grad: Tensor) -> Tensor:
+        """By how much the gradient was scaled since."""
+        return torch.where(self.norm > 0, torch.linalg.vector_norm(grad) / self.norm, 1.0)
+
+
 class LayerCapture:
     """Collects for one layer; emptied by `take_sums` (each step) and `reset` (when gradients are
     zeroed).
@@ -81,9 +101,7 @@ class LayerCapture:
         self.examples = [0, 0]
         self._sums: FactorSums | None = None
         self._pending: _Pending | None = None
-        self._seen: tuple[int, int, Tensor] | None = (
-            None  # address, version and norm of p.grad as accumulated
-        )
+        self._seen: _SeenGradient | None = None
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -138,15 +156,14 @@ class LayerCapture:
         self.signed = self._sums = self._pending = self._seen = None
         self.examples = [0, 0]
 
-    def gradient_ratio(self) -> Tensor | None:
-        """By how much `p.grad` was rescaled since its last backward (clipping, unscaling); None if
-        it was not touched.
+    def gradient_ratio(self) -> Tensor:
+        """By how much `p.grad` was rescaled since its last backward: clipped, or unscaled.
+
+        Measured, because not all who write to gradients leave a mark: GradScaler.unscale_ does not.
         """
-        grad = self.weight.grad
-        if self._seen is None or grad is None or self._seen[:2] == (grad.data_ptr(), grad._version):
-            return None
-        norm = self._seen[2]
-        return torch.where(norm > 0, torch.linalg.vector_norm(grad) / norm, 1.0)
+        if self._seen is None or self.weight.grad is None:
+            return torch.ones((), device=self.weight.device)
+        return self._seen.ratio(self.weight.grad)
 
     # ---- called from TrackedCall.backward and the accumulation hook
 
@@ -191,9 +208,9 @@ class LayerCapture:
         """
         if self.weight.grad is None or self._seen is None:
             return True
-        ratio = self.gradient_ratio()
-        if ratio is None:
+        if self._seen.unchanged(self.weight.grad):
             return False
+        ratio = self.gradient_ratio()
         # Somebody wrote to p.grad between two backwards: zeroed in place, or scaled. Rare, so a
         # host read is fine.
         if float(ratio) == 0.0:
@@ -218,8 +235,7 @@ class LayerCapture:
                 self._sums = sums
             else:
                 self._sums.add(sums)
-        grad = weight.grad.detach()
-        self._seen = (grad.data_ptr(), grad._version, torch.linalg.vector_norm(grad))
+        self._seen = _SeenGradient.of(weight.grad.detach())
 
     def _commit_halves(self, pending: _Pending) -> None:
         assert pending.signed is not None
@@ -372,8 +388,12 @@ def attach(module: nn.Module, capture: LayerCapture) -> list[RemovableHandle]:
         if alive is not None:
             alive.commit(weight)
 
-    register = capture.weight.register_post_accumulate_grad_hook
-    return [hook, register(commit)]  # type: ignore[no-untyped-call]
+    weight, frozen = capture.weight, not capture.weight.requires_grad
+    # Torch takes such a hook only while a parameter is trained; a frozen one may be thawed later.
+    weight.requires_grad_(True)
+    accumulation = weight.register_post_accumulate_grad_hook(commit)
+    weight.requires_grad_(not frozen)
+    return [hook, accumulation]
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -67,12 +67,21 @@ class Block:
         if capture.signed is None or first == 0 or second == 0:
             return None
         signed = self.layer.to_matrix(*_pair([part.to(average.dtype) for part in capture.signed]))
-        ratio = capture.gradient_ratio()
-        if ratio is None and loss_scale is not None:
-            ratio = loss_scale.inverse
-        if ratio is not None:
-            signed = signed * ratio.to(signed.dtype)
-        return half_difference(average, signed, first, second)
+        rescale = capture.gradient_ratio()
+        if loss_scale is not None and loss_scale.inverse is not None:
+            rescale = rescale * loss_scale.inverse.to(rescale)
+        return half_difference(average, signed, first, second, rescale.to(signed))
+
+
+def _refuse_sparse(gradients: Mapping[Tensor, Tensor], options: Mapping[Tensor, Group]) -> None:
+    for parameter, gradient in gradients.items():
+        if gradient.layout != torch.strided:
+            group = options[parameter]
+            index = next(i for i, member in enumerate(group["params"]) if member is parameter)
+            raise RuntimeError(
+                f"parameter {group['param_names'][index]!r} has a sparse gradient, which is not "
+                "supported: build its layer with sparse=False"
+            )
 
 
 def _pair(tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -118,6 +127,7 @@ class Engine:
         """
         options = {parameter: group for group in groups for parameter in group["params"]}
         gradients: Mapping[Tensor, Tensor] = {p: p.grad for p in options if p.grad is not None}
+        _refuse_sparse(gradients, options)
         if not gradients:
             return False
         active = [block for block in self.blocks if block.weight in gradients]

@@ -36,13 +36,13 @@ def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
     if likelihood == "bernoulli":
         probability = output.sigmoid()
         return (probability - torch.bernoulli(probability)) * weight
-    logits = _classes_last(output)
-    probability = logits.softmax(-1)
-    label = torch.multinomial(probability.reshape(-1, probability.shape[-1]), 1).reshape(
-        logits.shape[:-1]
+    probability = _classes_last(output).softmax(-1)
+    # An exponential race draws from the classes without the host read of torch.multinomial.
+    label = (probability / torch.empty_like(probability).exponential_()).argmax(-1, keepdim=True)
+    gradient = probability.scatter_add(
+        -1, label, probability.new_full((), -1.0).expand(label.shape)
     )
-    one_hot = nn.functional.one_hot(label, logits.shape[-1])
-    return _classes_back((probability - one_hot) * weight, output)
+    return _classes_back(gradient * weight, output)
 
 
 def all_gradients(output: Tensor, likelihood: str, reduction: str) -> Iterator[Tensor]:

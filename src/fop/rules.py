@@ -30,8 +30,7 @@ class LossScale:
         """By how much the output gradients that the hooks saw have to be scaled down."""
         if self.inverse is not None:
             return self.inverse
-        ratio = capture.gradient_ratio()
-        return torch.ones_like(self.found_inf) if ratio is None else ratio
+        return capture.gradient_ratio()
 
 
 def momentum_step(

@@ -25,15 +25,18 @@ def factor_scales(*, examples: int, rows: int, sharing: str, reduction: str) -> 
     return 1.0 / examples, per_example**2 / output_count
 
 
-def half_difference(average: Tensor, signed: Tensor, first: int, second: int) -> Tensor:
+def half_difference(
+    average: Tensor, signed: Tensor, first: int, second: int, rescale: Tensor
+) -> Tensor:
     """g1 - g2 on the scale of the gradient: N/n1 H1 - N/n2 H2, from H1 + H2 and H1 - H2.
 
-    With equal halves this is twice `signed`.
+    `rescale` is 0-dimensional and brings `signed` to the scale of `average`. With equal halves the
+    result is twice the rescaled `signed`.
     """
     total = first + second
     of_signed = total / (2 * first) + total / (2 * second)
     of_average = total / (2 * first) - total / (2 * second)
-    difference = signed * of_signed
+    difference = signed * (of_signed * rescale)
     return difference if of_average == 0 else difference.add_(average, alpha=of_average)
 
 

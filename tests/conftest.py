@@ -1,0 +1,15 @@
+"""Settings for all tests: one thread, so that results repeat, and no deadlines."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# The same examples in every run, so that no failure is a matter of luck; FOP_FUZZ=1 draws anew.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("fuzz", deadline=None, max_examples=2000)
+settings.load_profile("fuzz" if os.environ.get("FOP_FUZZ") else "repeatable")

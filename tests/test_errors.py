@@ -1,0 +1,178 @@
+"""Every mistake is met with what was found and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+import fop
+from tests.common import mlp, points, train
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lr": -0.1}, ValueError, r"lr must be >= 0, got -0.1"),
+    ({"lr": "fast"}, TypeError, r"lr must be a number, got 'fast'"),
+    ({"lr": float("nan")}, ValueError, "lr must be >= 0, got nan"),
+    ({"lr": True}, TypeError, "lr must be a number"),
+    ({"lr": torch.tensor(0.1)}, TypeError, "lr must be a number"),
+    ({"momentum": -1}, ValueError, "momentum must be >= 0"),
+    ({"weight_decay": -1}, ValueError, "weight_decay must be >= 0"),
+    ({"damping": 0}, ValueError, "damping must be > 0, got 0"),
+    ({"damping": None}, TypeError, "damping must be a number"),
+    ({"damping_mode": "none"}, ValueError, "damping_mode must be one of 'factored', 'exact'"),
+    ({"factor_decay": 1.0}, ValueError, "factor_decay must be >= 0 and < 1, got 1.0"),
+    ({"update_every": 0}, ValueError, "update_every must be >= 1, got 0"),
+    ({"update_every": 2.5}, TypeError, "update_every must be a whole number of steps"),
+    ({"update_every": lambda step: 0}, ValueError, r"update_every\(1\) must be >= 1, got 0"),
+    ({"fisher": "true"}, ValueError, "fisher must be one of 'empirical', 'mc', 'exact'"),
+    ({"likelihood": "poisson"}, ValueError, "likelihood must be one of 'categorical'"),
+    ({"sharing": "both"}, ValueError, "sharing must be one of 'expand', 'reduce'"),
+    ({"beta": "auto"}, TypeError, "beta must be a number or \"adaptive\", got 'auto'"),
+    ({"eta": float("inf")}, ValueError, 'eta must be finite or "adaptive", got inf'),
+    ({"total": "average"}, ValueError, "total must be one of 'mean', 'sum'"),
+    ({"kl_clip": 0}, ValueError, "kl_clip must be > 0 or None to switch it off, got 0"),
+    ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of 'mean', 'sum'"),
+    ({"halves": "ranks"}, ValueError, "halves must be one of 'auto', 'samples', 'microbatches'"),
+    ({"curvature": "diagonal"}, ValueError, "curvature must be one of 'kronecker', 'identity'"),
+    ({"fallback": "adam"}, ValueError, "fallback must be one of 'sgd', 'adamw'"),
+    ({"fallback_lr": -1, "skip": "0"}, ValueError, "lr must be >= 0"),
+    ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+    ({"nesterov": True, "momentum": 0}, ValueError, "nesterov=True needs momentum > 0"),
+    ({"decoupled_weight_decay": "yes"}, TypeError, "decoupled_weight_decay must be True or False"),
+    ({"skip": "layer9"}, ValueError, "skip: no layer of the model matches 'layer9'"),
+    ({"skip": [3]}, TypeError, "skip takes layer name patterns, module types and modules, got 3"),
+    ({"skip": nn.Linear(2, 2)}, ValueError, "no layer of the model matches the given Linear"),
+    ({"param_groups": [{"names": "9.*"}]}, ValueError, r"no parameter or layer matches '9.\*'"),
+    ({"param_groups": [{"lr": 1.0}]}, ValueError, "must have either 'names' .* or 'params'"),
+    ({"param_groups": [{"names": "0", "beta": 1}]}, ValueError, "of options only damping, lr"),
+    ({"param_groups": ["0"]}, TypeError, r"param_groups\[0\] must be a dict"),
+    (
+        {"param_groups": [{"params": [nn.Parameter(torch.zeros(2, 7))]}]},
+        ValueError,
+        r"holds a tensor of shape \(2, 7\) that is no parameter of the model",
+    ),
+    ({"param_groups": [{"names": "0", "lr": -1.0}]}, ValueError, "lr must be >= 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), WRONG, ids=lambda value: str(value)[:40]
+)
+def test_wrong_arguments_are_named(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = mlp()
+    with pytest.raises(error, match=message):
+        fop.FOP(model, **arguments)
+    fop.FOP(model)  # nothing of the failed attempt is in the way
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (list(mlp().parameters()), TypeError, "model must be a torch.nn.Module, got list"),
+        (None, TypeError, "got NoneType"),
+        (nn.ReLU(), ValueError, "ReLU has no parameters"),
+        (nn.LazyLinear(3), ValueError, "'weight' of a lazy module has no shape yet"),
+    ],
+)
+def test_wrong_models_are_named(model: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fop.FOP(model)
+
+
+@pytest.mark.parametrize("name", ["beta", "eta", "total", "halves"])
+def test_kfac_has_no_projection_to_configure(name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        fop.KFAC(mlp(), **{name: 1.0})
+
+
+def test_two_optimizers_on_one_model_are_refused() -> None:
+    model = mlp()
+    first = fop.FOP(model)
+    with pytest.raises(RuntimeError, match="layer '0' is already trained by another fop optimizer"):
+        fop.KFAC(model)
+    del first
+    fop.KFAC(model)
+
+
+class Functional(nn.Module):
+    """Uses a layer's weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.layer.weight, self.layer.bias)
+
+
+def test_a_layer_without_statistics_is_named_and_can_be_skipped() -> None:
+    model = Functional().double()
+    optimizer = fop.FOP(model)
+    with pytest.raises(
+        RuntimeError, match=r"layer 'layer' has a gradient, but .* skip=\['layer'\]"
+    ):
+        train(model, optimizer, [points()])
+    del optimizer
+    train(model, fop.FOP(model, skip=["layer"]), [points()])
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_compiled_model_that_bypasses_the_hooks_is_named(called_before: bool) -> None:
+    torch.compiler.reset()
+    model = mlp()
+    compiled = torch.compile(model, backend="eager")
+    x, y = points()
+    if called_before:
+        compiled(x)
+    optimizer = fop.FOP(compiled)
+    cross_entropy(compiled(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"layer '0' .* torch.compile graph"):
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = fop.FOP(model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="parameter 'weight' has a sparse gradient"):
+        optimizer.step()
+
+
+def test_layers_that_can_not_be_watched_fall_back_and_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.encode = nn.Linear(4, 4)
+            self.decode = nn.Linear(4, 4)
+            self.decode.weight = self.encode.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.attention(x, x, x)[0]
+            return self.decode(torch.relu(self.encode(self.normed(x))))
+
+    model = Model()
+    with caplog.at_level("INFO", logger="fop"):
+        optimizer = fop.FOP(model)
+    messages = "\n".join(caplog.messages)
+    assert "'attention.out_proj' is trained by the fallback rule: nn.MultiheadAttention" in messages
+    assert "'normed' is trained by the fallback rule: its weight is computed" in messages
+    assert "'encode' is trained by the fallback rule: it shares parameters" in messages
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(torch.randn(3, 2, 4)).square().mean().backward()
+    optimizer.step()
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert len(moved) == len(before)
+
+
+def test_wrapped_optimizers_are_named_by_diagnostics() -> None:
+    with pytest.raises(TypeError, match=r"expected a fop.FOP or fop.KFAC optimizer, got SGD"):
+        fop.diagnostics(torch.optim.SGD(mlp().parameters()))  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""The optimizer leaves the model as it found it, and long runs do not grow."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import fop
+from tests.common import cnn, images, mlp, points, train
+
+
+def leftovers(model: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    for module in model.modules():
+        found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        found += [*module._backward_hooks.values()]
+        found += [key for key in vars(module) if "fop" in key]
+    for parameter in model.parameters():
+        found += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        found += (parameter._backward_hooks or {}).values()
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"fisher": "mc"}], ids=str)
+def test_nothing_is_left_on_the_model_after_del(settings: dict[str, Any]) -> None:
+    model = cnn()
+    keys = {name: set(vars(module)) for name, module in model.named_modules()}
+    optimizer = fop.FOP(model, **settings)
+    train(model, optimizer, [images(seed=seed) for seed in range(3)])
+    assert leftovers(model)
+    dead = [weakref.ref(optimizer), weakref.ref(optimizer._engine.blocks[0].capture)]
+    loss = cross_entropy(model(images()[0]), images()[1])  # a graph that outlives the optimizer
+    del optimizer
+    gc.collect()
+    assert [reference() for reference in dead] == [None, None]
+    assert leftovers(model) == []
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == keys
+    loss.backward()
+    fop.KFAC(model)
+
+
+def test_hooks_go_when_building_the_optimizer_fails() -> None:
+    model = mlp()
+    first = fop.FOP(model[2])
+    with pytest.raises(RuntimeError, match="already trained by another fop optimizer"):
+        fop.FOP(model)
+    del first
+    gc.collect()
+    assert leftovers(model) == []
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(
+        item.untyped_storage().nbytes()
+        for item in gc.get_objects()
+        if issubclass(type(item), torch.Tensor)  # isinstance would wake lazy proxies
+    )
+
+
+@pytest.mark.parametrize("settings", [{"update_every": 3}, {"fisher": "mc", "update_every": 7}])
+def test_thousands_of_steps_do_not_grow(settings: dict[str, Any]) -> None:
+    """Neither tensors nor Python objects; also with evaluations and dropped batches in between."""
+    model = mlp(dtype=torch.float32)
+    optimizer = fop.FOP(model, **settings)
+    data = [points(4, seed, torch.float32) for seed in range(5)]
+
+    def some(steps: int) -> None:
+        for step in range(steps):
+            train(model, optimizer, [data[step % 5]])
+            if step % 10 == 0:
+                model(data[0][0])
+                cross_entropy(model(data[1][0]), data[1][1]).backward()
+                optimizer.zero_grad()
+
+    some(100)
+    memory, objects = live_bytes(), len(gc.get_objects())
+    some(2000)
+    assert live_bytes() == memory
+    assert len(gc.get_objects()) - objects < 100

@@ -1,0 +1,86 @@
+"""Stripped of what makes them special, the optimizers are ones that everybody knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fop
+from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
+
+SGD_OPTIONS: list[dict[str, Any]] = [
+    {"momentum": 0.0},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "weight_decay": 0.01},
+    {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    {"momentum": 0.0, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_identity_curvature_is_sgd_bit_for_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
+    batches = [images(seed=seed, dtype=dtype) for seed in range(6)]
+    ours, theirs = cnn(dtype=dtype), cnn(dtype=dtype)
+    one = fop.FOP(ours, 0.05, curvature="identity", beta=0, eta=1, kl_clip=None, **options)
+    train(ours, one, batches)
+    train(theirs, torch.optim.SGD(theirs.parameters(), 0.05, foreach=False, **options), batches)
+    assert same(snapshot(ours), snapshot(theirs))
+
+
+def test_learning_rate_schedules_reach_every_parameter_as_in_sgd() -> None:
+    models = [cnn(), cnn()]
+    optimizers = [
+        fop.KFAC(models[0], 0.1, curvature="identity", kl_clip=None),
+        torch.optim.SGD(models[1].parameters(), 0.1, momentum=0.9, foreach=False),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8)
+        for seed in range(6):
+            train(model, optimizer, [images(seed=seed)])
+            scheduler.step()
+    assert same(snapshot(models[0]), snapshot(models[1]))
+
+
+@pytest.mark.parametrize("damping_mode", ["factored", "exact"])
+def test_fop_without_projection_is_kfac(damping_mode: str) -> None:
+    batches = [images(seed=seed) for seed in range(6)]
+    one, two = cnn(), cnn()
+    train(one, fop.FOP(one, beta=0, eta=1, damping_mode=damping_mode), batches)
+    train(two, fop.KFAC(two, damping_mode=damping_mode), batches)
+    assert same(snapshot(one), snapshot(two))
+
+
+def test_skipping_every_layer_is_sgd() -> None:
+    batches = [images(seed=seed) for seed in range(4)]
+    one, two = cnn(), cnn()
+    train(one, fop.FOP(one, 0.05, skip=[nn.Conv2d, nn.Linear]), batches)
+    train(two, torch.optim.SGD(two.parameters(), 0.05, momentum=0.9, foreach=False), batches)
+    assert same(snapshot(one), snapshot(two))
+
+
+def test_the_adamw_fallback_is_adamw() -> None:
+    batches = [points(seed=seed) for seed in range(5)]
+    one, two = mlp(), mlp()
+    optimizer = fop.FOP(one, fallback="adamw", fallback_lr=3e-3, weight_decay=0.1, skip="*")
+    train(one, optimizer, batches)
+    train(two, torch.optim.AdamW(two.parameters(), 3e-3, weight_decay=0.1), batches)
+    assert distance(snapshot(one), snapshot(two)) < 1e-12
+
+
+def test_decoupled_weight_decay_shrinks_the_weights_alone() -> None:
+    """With a zero gradient only the decay is left: W (1 - lr wd)^t."""
+    model = nn.Linear(3, 2).double()
+    before = snapshot(model)
+    optimizer = fop.KFAC(
+        model, 0.1, curvature="identity", weight_decay=0.5, decoupled_weight_decay=True
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 3, dtype=torch.float64)).sum() * 0).backward()
+        optimizer.step()
+    assert distance(snapshot(model), [w * 0.95**3 for w in before]) < 1e-14
