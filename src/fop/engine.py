@@ -107,7 +107,7 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self._said_no_halves = False
 
-    def prepare(self, next_step: int, state: State, *, retry: bool = False) -> None:
+    def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
         self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
         for block in self.blocks:

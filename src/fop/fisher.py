@@ -30,9 +30,9 @@ def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
     """Gradient of the examples' losses at the output [n, ...], with labels drawn from the model
     itself.
     """
-    weight = _term_weight(output, likelihood, reduction)
+    weight = math.sqrt(_term_weight(output, likelihood, reduction))
     if likelihood == "gaussian":
-        return torch.randn_like(output) * math.sqrt(2 * weight)
+        return torch.randn_like(output) * (math.sqrt(2) * weight)
     if likelihood == "bernoulli":
         probability = output.sigmoid()
         return (probability - torch.bernoulli(probability)) * weight

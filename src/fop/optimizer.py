@@ -50,7 +50,7 @@ class SecondOrderOptimizer(Optimizer):
         preconditioned = {p for _, module, _ in layers for p in module.parameters(recurse=False)}
         fallback = _fallback_options(settings.fallback, fallback_lr)
         groups = build_groups(self._model, preconditioned, param_groups, fallback)
-        super().__init__(groups, {**defaults, "steps": 0})
+        super().__init__(groups, {**defaults, "steps": 0, "refresh_overdue": False})
         self._attach(layers)
 
     def _attach(self, layers: Sequence[tuple[str, nn.Module, Any]]) -> None:
@@ -84,7 +84,7 @@ class SecondOrderOptimizer(Optimizer):
             )
             handles.append(attach_output(self._model, self._extra_pass))
         weakref.finalize(self, _remove_all, handles)
-        self._engine.prepare(self.steps + 1, self.state)
+        self._prepare()
 
     @property
     def steps(self) -> int:
@@ -108,8 +108,14 @@ class SecondOrderOptimizer(Optimizer):
         retry = self._engine.step(self.param_groups, self.state, self._loss_scale())
         for group in self.param_groups:
             group["steps"] += 1
-        self._engine.prepare(self.steps + 1, self.state, retry=retry)
+            group["refresh_overdue"] = retry
+        self._prepare()
         return loss
+
+    def _prepare(self) -> None:
+        """Tell the hooks what the next step needs. All it rests on is part of the state_dict."""
+        retry = bool(self.param_groups[0]["refresh_overdue"])
+        self._engine.prepare(self.steps + 1, self.state, retry=retry)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, and what was captured together with them."""
@@ -134,7 +140,7 @@ class SecondOrderOptimizer(Optimizer):
         super().load_state_dict(dict(state_dict))
         self._restore_precision(state_dict)
         self._engine.reset()
-        self._engine.prepare(self.steps + 1, self.state)
+        self._prepare()
 
     def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
         """Undo torch's cast of all state to the parameter's type: curvature is more precise than
