@@ -26,7 +26,7 @@ ALLOWED = {
     "capture": {"layers", "moments"},
     "fisher": {"capture"},
     "groups": {"layers"},
-    "rules": {"capture", "moments"},
+    "rules": {"moments"},
     "engine": {
         "capture",
         "curvature",
@@ -37,7 +37,7 @@ ALLOWED = {
         "scaling",
         "settings",
     },
-    "optimizer": {"capture", "engine", "fisher", "groups", "rules", "settings"},
+    "optimizer": {"capture", "engine", "fisher", "groups", "scaling", "settings"},
     "diagnostics": {"curvature", "engine", "optimizer", "projection", "scaling"},
     "__init__": {"diagnostics", "optimizer", "schedules"},
 }

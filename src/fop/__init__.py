@@ -1,5 +1,4 @@
-"""Fisher-Orthogonal Projection: natural-gradient training at large batch sizes, with one changed
-line.
+"""Fisher-Orthogonal Projection: natural-gradient training at large batch sizes.
 
 optimizer = fop.FOP(model, lr=0.1)
 """

@@ -1,5 +1,4 @@
-"""What the backward pass leaves behind: half-batch gradients and curvature sums, out of the user's
-one backward.
+"""What the backward pass leaves behind: half-batch gradients and curvature sums.
 
 A forward hook replaces the graph of a supported layer's output by `TrackedCall`, an autograd
 function with the same values that owns the layer's backward. It computes the weight gradient as two
@@ -9,12 +8,13 @@ ordinary gradient, and keeps their difference. No module is patched and nothing 
 What is captured counts only once it has reached `p.grad`: it is held back until the weight's
 gradient is accumulated. So gradients that a user takes for another purpose (`torch.autograd.grad`
 of an input, say) leave no trace, and the captured difference lives exactly as long as the `p.grad`
-it belongs to."""
+it belongs to.
+"""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,18 +38,6 @@ class CapturePlan:
     # inputs still count.
     extra_pass_of: int | None = None
     extra_pass_first: bool = False
-    _passes: list[int] = field(default_factory=list)
-
-    def microbatch_number(self, task: int) -> int:
-        """Backward passes that reached `p.grad` since the gradients were last zeroed, counted from
-        0.
-        """
-        if task not in self._passes:
-            self._passes.append(task)
-        return self._passes.index(task)
-
-    def reset(self) -> None:
-        self._passes.clear()
 
 
 @dataclass
@@ -74,20 +62,24 @@ class _SeenGradient:
 
     @staticmethod
     def of(grad: Tensor) -> _SeenGradient:
-        return _SeenGradient(grad.data_ptr(), grad._version, torch.linalg.vector_norm(grad))
+        return _SeenGradient(grad.data_ptr(), grad._version, _norm(grad))
 
     def unchanged(self, grad: Tensor) -> bool:
         return (self.address, self.version) == (grad.data_ptr(), grad._version)
 
     def ratio(self, grad: Tensor) -> Tensor:
         """By how much the gradient was scaled since."""
-        return torch.where(self.norm > 0, torch.linalg.vector_norm(grad) / self.norm, 1.0)
+        return torch.where(self.norm > 0, _norm(grad) / self.norm, 1.0)
+
+
+def _norm(grad: Tensor) -> Tensor:
+    # Half precision would overflow.
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=factor_dtype(grad.dtype))
+    return norm
 
 
 class LayerCapture:
-    """Collects for one layer; emptied by `take_sums` (each step) and `reset` (when gradients are
-    zeroed).
-    """
+    """Collects for one layer. A step takes the sums; the rest goes when gradients are zeroed."""
 
     def __init__(
         self, layer: Layer, weight: nn.Parameter, bias: nn.Parameter | None, plan: CapturePlan
@@ -99,6 +91,7 @@ class LayerCapture:
         self.curvature_columns: int | None = None  # of the metric at hand; kept by the engine
         self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
         self.examples = [0, 0]
+        self._passes = 0  # backward passes that reached p.grad since it was zeroed
         self._sums: FactorSums | None = None
         self._pending: _Pending | None = None
         self._seen: _SeenGradient | None = None
@@ -115,9 +108,7 @@ class LayerCapture:
 
     @property
     def wants_sums(self) -> bool:
-        """When curvature is due, and on every step for a layer that has none yet or was frozen in
-        part since.
-        """
+        """When curvature is due, or the layer has none that fits it (yet, or after unfreezing)."""
         return self.plan.curvature and (
             self.plan.refresh_due or self.curvature_columns != self.columns
         )
@@ -155,6 +146,7 @@ class LayerCapture:
     def reset(self) -> None:
         self.signed = self._sums = self._pending = self._seen = None
         self.examples = [0, 0]
+        self._passes = 0
 
     def gradient_ratio(self) -> Tensor:
         """By how much `p.grad` was rescaled since its last backward: clipped, or unscaled.
@@ -203,9 +195,7 @@ class LayerCapture:
         return self._pending
 
     def _gradient_starts_anew(self) -> bool:
-        """Whether `p.grad` holds nothing of what was captured; rescales the capture if `p.grad`
-        was.
-        """
+        """Whether `p.grad` holds nothing of what was captured; else both get the same scale."""
         if self.weight.grad is None or self._seen is None:
             return True
         if self._seen.unchanged(self.weight.grad):
@@ -239,7 +229,8 @@ class LayerCapture:
 
     def _commit_halves(self, pending: _Pending) -> None:
         assert pending.signed is not None
-        if self.plan.halves == "microbatches" and self.plan.microbatch_number(pending.task) % 2:
+        self._passes += 1
+        if self.plan.halves == "microbatches" and self._passes % 2 == 0:
             torch._foreach_neg_(pending.signed)
             pending.first, pending.second = pending.second, pending.first
         if self.signed is None:
@@ -251,9 +242,7 @@ class LayerCapture:
 
 
 class TrackedCall(torch.autograd.Function):
-    """One call of a layer: passes the output through, and computes all gradients of the layer
-    itself.
-    """
+    """One call of a layer: hands the output on, and owns all gradients of the layer."""
 
     @staticmethod
     def forward(

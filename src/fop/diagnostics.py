@@ -1,9 +1,9 @@
-"""Why a step was what it was: per-layer coefficients, KL terms with the paper's bounds, spectra and
-the gradient noise scale.
+"""Why a step was what it was: coefficients, KL terms with the paper's bounds, spectra, noise scale.
 
 The coefficients of the last step are at hand at no cost. Everything else is worked out here, on
 demand and in float64, from the gradients and the captured difference; both are gone after
-`zero_grad()`, so ask between `step()` and `zero_grad()`, or those entries are NaN."""
+`zero_grad()`, so ask between `step()` and `zero_grad()`, or those entries are NaN.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
 
     The last three lines and `orthogonal_norm`, `update_norm` need an eigendecomposition of the
     layer's factors: narrow `layers` for large models. What can't be had (no curvature, no halves,
-    gradients zeroed) is NaN."""
+    gradients zeroed) is NaN.
+    """
     engine = _engine_of(optimizer)
     report = {}
     for block in engine.blocks:
@@ -82,11 +83,12 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
 
 
 def noise_scale(optimizer: SecondOrderOptimizer) -> float:
-    """The gradient noise scale tr(Sigma) / |G|^2 in examples, over all preconditioned layers
-    (McCandlish et al. 2018).
+    """The gradient noise scale tr(Sigma) / |G|^2 in examples, over all preconditioned layers.
 
-    Batches far below it are noisy, far above it wasteful. Ask between backward and `zero_grad()`;
-    NaN if there are no two halves. One step's estimate is noisy itself: average over several."""
+    Batches far below it are noisy, far above it wasteful (McCandlish et al. 2018). Ask between
+    backward and `zero_grad()`; NaN if there are no two halves. One step's estimate is noisy itself:
+    average over several.
+    """
     engine = _engine_of(optimizer)
     average_square = difference_square = 0.0
     examples = (0, 0)

@@ -1,17 +1,17 @@
 """One step over all layers, in the order the data flows.
 
-    gradients -> are they sound? -> curvature (when due) -> projection and preconditioning -> KL
-    clip -> parameters
+    gradients -> are they sound? -> curvature, when due -> projection -> KL clip -> parameters
 
 Whether a step is sound is decided on the device: an unsound one is carried out with every change
-    masked, so no scalar has to be
-read by the host. Only steps that renew curvature read one, because decompositions need it anyway.
+masked, so no scalar has to be read by the host. Only steps that renew curvature read one, because
+decompositions need it anyway.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,9 @@ from fop.curvature import Curvature, make_curvature
 from fop.curvature.base import RefreshJob
 from fop.layers import Layer
 from fop.moments import factor_dtype
-from fop.projection import Coefficients, fop_update
-from fop.rules import LossScale, adamw_step, momentum_step
-from fop.scaling import factor_scales, half_difference
+from fop.projection import Coefficients, Metric, fop_update
+from fop.rules import adamw_step, momentum_step
+from fop.scaling import LossScale, factor_scales, half_difference
 from fop.settings import Settings
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -53,11 +53,7 @@ class Block:
         bias = self.capture.bias
         of_bias = None
         if bias is not None:
-            of_bias = (
-                gradients[bias].to(dtype)
-                if bias in gradients
-                else torch.zeros_like(bias, dtype=dtype)
-            )
+            of_bias = gradients.get(bias, torch.zeros_like(bias)).to(dtype)
         return self.layer.to_matrix(gradients[self.weight].to(dtype), of_bias)
 
     def difference(self, average: Tensor, loss_scale: LossScale | None) -> Tensor | None:
@@ -72,6 +68,12 @@ class Block:
             rescale = rescale * loss_scale.inverse.to(rescale)
         return half_difference(average, signed, first, second, rescale.to(signed))
 
+    def split(self, matrix: Tensor) -> dict[Tensor, Tensor]:
+        """The layer's matrix as the parts that belong to its trained parameters."""
+        parameters = [p for p in (self.weight, self.capture.bias) if p is not None]
+        parts = self.layer.from_matrix(matrix, *_pair(parameters))
+        return {p: part.to(p.dtype) for p, part in zip(parameters, parts, strict=True)}
+
 
 def _refuse_sparse(gradients: Mapping[Tensor, Tensor], options: Mapping[Tensor, Group]) -> None:
     for parameter, gradient in gradients.items():
@@ -84,7 +86,7 @@ def _refuse_sparse(gradients: Mapping[Tensor, Tensor], options: Mapping[Tensor, 
             )
 
 
-def _pair(tensors: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
@@ -117,14 +119,11 @@ class Engine:
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
-        self.plan.reset()
         for block in self.blocks:
             block.capture.reset()
 
     def step(self, groups: Iterable[Group], state: State, loss_scale: LossScale | None) -> bool:
-        """Change every parameter that has a gradient. Returns whether curvature has to be tried
-        again next time.
-        """
+        """Change every parameter that has a gradient; True if curvature must be tried again."""
         options = {parameter: group for group in groups for parameter in group["params"]}
         gradients: Mapping[Tensor, Tensor] = {p: p.grad for p in options if p.grad is not None}
         _refuse_sparse(gradients, options)
@@ -179,8 +178,9 @@ class Engine:
         tensors = list(gradients)
         for block in active:
             tensors += block.capture.tensors()
-        norm = torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])
-        healthy = norm.isfinite()
+        # The largest entry, because it can't overflow itself.
+        largest = torch.nn.utils.get_total_norm([t.detach() for t in tensors], norm_type=math.inf)
+        healthy = largest.isfinite()
         if self.loss_scale is not None:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
@@ -188,9 +188,7 @@ class Engine:
     def _refresh(
         self, active: list[Block], options: Mapping[Tensor, Group], state: State, healthy: Tensor
     ) -> bool:
-        """Take the captured sums into the moving averages and renew the inverses; True if that has
-        to be repeated.
-        """
+        """Take the captured sums into the curvature; True if that has to be repeated."""
         fresh = [
             (block, sums) for block in active if (sums := block.capture.take_sums()) is not None
         ]
@@ -212,7 +210,8 @@ class Engine:
             )
             outputs = sums.outputs.mul_(of_outputs)
             if empirical and self.loss_scale is not None:
-                outputs.mul_(self.loss_scale.inverse_for(block.capture).to(outputs) ** 2)
+                scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
+                outputs.mul_(scale.to(outputs) ** 2)
             own = state[block.weight]
             self.curvature.absorb(own, sums.inputs.mul_(of_inputs), outputs, settings.factor_decay)
             jobs.append(RefreshJob(own, options[block.weight]["damping"]))
@@ -239,47 +238,41 @@ class Engine:
         state: State,
     ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
         """Updates of the layers' parameters, clipped together, and the sum the clip rests on."""
-        settings = self.settings
         directions: list[tuple[Block, Tensor]] = []
         alignments: list[Tensor] = []
-        self.coefficients = {}
+        self.coefficients, self.clip = {}, None
         for block in active:
             own = state.get(block.weight, {})
-            if not self.curvature.ready(own, block.capture.columns):
-                continue
-            average = block.average(gradients)
-            difference = None
-            if settings.needs_halves:
-                difference = block.difference(average, self.loss_scale)
-                if difference is None:
-                    self._say_no_halves(block)
-            update, found = fop_update(
-                average,
-                difference,
-                self.curvature.metric(own),
-                settings.beta,
-                settings.eta,
-                settings.total_weight,
-            )
-            directions.append((block, update))
-            self.coefficients[block.name] = found
-            alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)
+            if self.curvature.ready(own, block.capture.columns):
+                update, found = self._direction(block, gradients, self.curvature.metric(own))
+                directions.append((block, update))
+                self.coefficients[block.name] = found
+                alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)
         if not directions:
             return {}, None
         alignment = torch.stack([term.to(alignments[0]) for term in alignments]).sum()
-        self.clip = None
-        if settings.kl_clip is not None:
-            self.clip = (settings.kl_clip / alignment.abs()).sqrt().clamp(max=1.0)
+        if self.settings.kl_clip is not None:
+            self.clip = (self.settings.kl_clip / alignment.abs()).sqrt().clamp(max=1.0)
         updates: dict[Tensor, Tensor] = {}
         for block, update in directions:
             if self.clip is not None:
-                update = update.mul_(self.clip.to(update))
-            parameters = (
-                [block.weight] if block.capture.bias is None else [block.weight, block.capture.bias]
-            )
-            parts = block.layer.from_matrix(update, *_pair(list(parameters)))
-            updates.update((p, part.to(p.dtype)) for p, part in zip(parameters, parts, strict=True))
+                update.mul_(self.clip.to(update))
+            updates.update(block.split(update))
         return updates, alignment
+
+    def _direction(
+        self, block: Block, gradients: Mapping[Tensor, Tensor], metric: Metric
+    ) -> tuple[Tensor, Coefficients]:
+        settings = self.settings
+        average = block.average(gradients)
+        difference = None
+        if settings.needs_halves:
+            difference = block.difference(average, self.loss_scale)
+            if difference is None:
+                self._say_no_halves(block)
+        return fop_update(
+            average, difference, metric, settings.beta, settings.eta, settings.total_weight
+        )
 
     def _say_no_halves(self, block: Block) -> None:
         if self._said_no_halves:

@@ -27,9 +27,7 @@ from fop.capture import CapturePlan, LayerCapture
 
 
 def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
-    """Gradient of the examples' losses at the output [n, ...], with labels drawn from the model
-    itself.
-    """
+    """Gradient at the output [n, ...] with labels drawn from the model itself."""
     weight = math.sqrt(_term_weight(output, likelihood, reduction))
     if likelihood == "gaussian":
         return torch.randn_like(output) * (math.sqrt(2) * weight)
@@ -149,7 +147,8 @@ class _OutputProbe(torch.autograd.Function):
     """Hands the model's output on; its backward starts the extra passes from there.
 
     A tensor hook would have to hold the output itself, a cycle that is never freed; saved tensors
-    don't."""
+    don't.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, extra_pass: weakref.ref[ExtraPass]) -> Tensor:

@@ -82,7 +82,8 @@ def build_groups(
     """Parameter groups for torch.optim.Optimizer: the user's, the rest, each split by rule.
 
     Preconditioned parameters and those of the fallback never share a group, so that the fallback
-    can have a learning rate of its own and schedulers see both."""
+    can have a learning rate of its own and schedulers see both.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, int] = {}
     requested = list(param_groups or [])

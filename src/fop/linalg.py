@@ -1,5 +1,4 @@
-"""Decompositions of damped curvature factors that do not give up: float64, then more damping, then
-None.
+"""Decompositions that do not give up: first as asked, then in float64, then with more damping.
 
 All functions work on batches of symmetric positive semi-definite matrices [..., d, d]. A failure is
 found with one host read for a whole list of matrices; only the ones that failed climb the ladder.
@@ -17,17 +16,13 @@ LADDER = (1.0, 10.0, 1e3, 1e5)
 
 
 def damped_inverses(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor | None]:
-    """(factor + shift I)^-1 for each factor [g, d, d] and shift [g]; None where every rung of the
-    ladder failed.
-    """
+    """(factor + shift I)^-1 for factors [g, d, d], shifts [g]; None where all rungs failed."""
     found = _with_ladder(_cholesky_inverse, factors, shifts)
     return [None if result is None else result[0] for result in found]
 
 
 def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
-    """Eigenvalues [g, d], not below 0, and eigenvectors [g, d, d] of each factor; None where every
-    rung failed.
-    """
+    """Eigenvalues [g, d] >= 0 and eigenvectors [g, d, d]; None where all rungs failed."""
     # A shift moves eigenvalues only, and is taken off again: it serves to get the iteration past a
     # bad matrix.
     shifts = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) * 1e-6 for factor in factors]

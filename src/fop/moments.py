@@ -1,6 +1,4 @@
-"""Raw second moments of a layer's inputs and output gradients: sums and counts, not yet divided by
-anything.
-"""
+"""Raw second moments of a layer's inputs and output gradients: sums and counts, undivided."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class FactorSums:
-    """Sums of x x^T, [groups, i(+1), i(+1)], and g g^T, [groups, o, o], with what they are sums
-    over.
-    """
+    """Sums of x x^T [groups, i(+1), i(+1)] and g g^T [groups, o, o], and what they are over."""
 
     inputs: Tensor
     outputs: Tensor

@@ -16,7 +16,7 @@ from fop.capture import LayerCapture, attach, is_watched
 from fop.engine import Block, Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import Skip, build_groups, check_model, find_layers
-from fop.rules import LossScale
+from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
 
 DEFAULT_ADAMW_LR = 1e-3
@@ -100,7 +100,8 @@ class SecondOrderOptimizer(Optimizer):
         """Update every parameter that has a gradient.
 
         A gradient, loss or factor that is not finite leaves parameters, momentum and curvature as
-        they were."""
+        they were.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,9 +124,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only used while the optimizer is built: later parameters would have no layer that is
-        watched.
-        """
+        """Refused, except while the optimizer is built: new parameters have no watched layer."""
         if hasattr(self, "_engine"):
             raise RuntimeError(
                 f"{type(self).__name__} can't take parameters after it was built, because it "
@@ -143,9 +142,7 @@ class SecondOrderOptimizer(Optimizer):
         self._prepare()
 
     def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
-        """Undo torch's cast of all state to the parameter's type: curvature is more precise than
-        half-precision weights.
-        """
+        """Undo torch's cast of all state to the parameter's type, which may be half precision."""
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(order, parameters, strict=True):
@@ -185,8 +182,7 @@ class SecondOrderOptimizer(Optimizer):
 
 
 class FOP(SecondOrderOptimizer):
-    """Natural gradient by KFAC, with the Fisher-orthogonal part of the two half-batch gradients'
-    difference.
+    """KFAC, and the Fisher-orthogonal part of how the two halves of the batch differ.
 
     Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
     Linear and Conv2d layers are preconditioned, all other parameters follow `fallback`.

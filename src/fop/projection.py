@@ -1,5 +1,6 @@
-"""The Fisher-orthogonal projection of one layer (the paper's Eqs. projection_scalar to eta_l_opt),
-over any metric.
+"""The Fisher-orthogonal projection of one layer, over any metric.
+
+The paper's Eqs. projection_scalar to eta_l_opt:
 
     a   g_avg, the ordinary gradient               [groups, o, i]
     d   g_diff = g1 - g2 of the batch's halves     [groups, o, i]
@@ -30,9 +31,7 @@ NEGLIGIBLE = 1e-12
 
 
 class Metric(Protocol):
-    """Curvature of one layer. `enter` and `leave` are an orthogonal change of basis and its
-    inverse.
-    """
+    """Curvature of one layer; `enter` is an orthogonal change of basis, `leave` its inverse."""
 
     def enter(self, v: Tensor) -> Tensor: ...
     def leave(self, v: Tensor) -> Tensor: ...
@@ -102,9 +101,7 @@ def optimal_eta(q: Tensor, D: Tensor, E: Tensor, beta: Tensor, k: float) -> Tens
 def fop_update(
     a: Tensor, d: Tensor | None, metric: Metric, beta: Coefficient, eta: Coefficient, k: float
 ) -> tuple[Tensor, Coefficients]:
-    """The update u of one layer and its scalars. d = None means no halves: beta is 0 and u is
-    KFAC's, times k.
-    """
+    """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC."""
     a = metric.enter(a)
     solved = metric.solve(a)
     q = inner(a, solved)

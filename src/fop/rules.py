@@ -6,31 +6,13 @@ Both take the step only where the 0-dimensional flag `healthy` is true, without 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fop.capture import LayerCapture
 from fop.moments import factor_dtype
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """What torch.amp.GradScaler says at step(): where gradients are still scaled, by how much, and
-    whether they overflowed.
-    """
-
-    inverse: Tensor | None  # None if the user called unscale_() already
-    found_inf: Tensor
-
-    def inverse_for(self, capture: LayerCapture) -> Tensor:
-        """By how much the output gradients that the hooks saw have to be scaled down."""
-        if self.inverse is not None:
-            return self.inverse
-        return capture.gradient_ratio()
 
 
 def momentum_step(
@@ -42,9 +24,7 @@ def momentum_step(
     *,
     decoupled: bool,
 ) -> None:
-    """torch.optim.SGD's rule, operation for operation, so that without curvature it is SGD bit for
-    bit.
-    """
+    """torch.optim.SGD's rule, operation for operation: without curvature it is SGD exactly."""
     lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
     if weight_decay and not decoupled:
         update = update.add(parameter, alpha=weight_decay)

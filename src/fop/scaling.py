@@ -1,5 +1,4 @@
-"""The one place that knows how loss reduction, batch size and loss scale enter gradients and
-curvature.
+"""The one place that knows how loss reduction and batch size enter gradients and curvature.
 
 Backward passes leave raw sums; they are divided here, once. Then one batch and the same examples in
 k micro-batches give the same step.
@@ -11,15 +10,33 @@ k micro-batches give the same step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """What torch.amp.GradScaler says at step()."""
+
+    inverse: Tensor | None  # None if the user has called unscale_(): gradients are unscaled already
+    found_inf: Tensor
+
+    def of_captured(self, gradient_ratio: Tensor) -> Tensor:
+        """What brings a backward pass, which ran under the scaled loss, to the true loss.
+
+        `gradient_ratio` is what happened to `p.grad` since. After unscale_() it holds the scale,
+        and a clip if there was one: the two can't be told apart.
+        """
+        return gradient_ratio if self.inverse is None else self.inverse
+
+
 def factor_scales(*, examples: int, rows: int, sharing: str, reduction: str) -> tuple[float, float]:
-    """What to multiply the raw sums of x x^T and g g^T with, to obtain the Kronecker factors A and
-    G.
+    """What turns the raw sums of x x^T and g g^T into the Kronecker factors A and G.
 
     `g` was seen by a hook under the loss itself. Under a mean loss it is 1/N of the gradient of the
-    example's own loss, and G is quadratic in it."""
+    example's own loss, and G is quadratic in it.
+    """
     per_example = float(examples) if reduction == "mean" else 1.0
     output_count = rows if sharing == "expand" else examples
     return 1.0 / examples, per_example**2 / output_count
@@ -41,8 +58,7 @@ def half_difference(
 
 
 def noise_scale(average_square: float, difference_square: float, first: int, second: int) -> float:
-    """The simple gradient noise scale tr(Sigma)/|G|^2 in examples (McCandlish et al. 2018),
-    unbiased in both terms.
+    """The simple gradient noise scale tr(Sigma)/|G|^2 in examples (McCandlish et al. 2018).
 
     The difference of the halves has variance tr(Sigma)(1/n1 + 1/n2), the mean tr(Sigma)/N.
     Infinite where the halves show no signal beyond noise.

@@ -1,7 +1,8 @@
 """Every option of the optimizers that is not per parameter group, checked in one place.
 
 What may differ between parameter groups (lr, momentum, weight decay, damping) lives in
-`param_groups`, where learning-rate schedulers expect it; `check_group` holds its rules."""
+`param_groups`, where learning-rate schedulers expect it; `check_group` holds its rules.
+"""
 
 from __future__ import annotations
 

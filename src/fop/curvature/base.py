@@ -1,7 +1,7 @@
-"""What the engine asks of a curvature. It keeps no state itself: all tensors live in the
-optimizer's own state.
+"""What the engine asks of a curvature.
 
-So checkpoints carry them without further ado, and resume continues bit for bit.
+It keeps no state itself: all tensors live in the optimizer's own state. So checkpoints carry them
+without further ado, and resume continues bit for bit.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class Curvature(Protocol):
         ...
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
-        """Renew what `metric` needs; False for layers whose decomposition failed and which keep
-        what they had.
-        """
+        """Renew what `metric` needs. False where that failed and the layer keeps what it had."""
         ...
 
     def ready(self, state: CurvatureState, columns: int) -> bool:

@@ -1,6 +1,4 @@
-"""F = M = I: no curvature at all. KFAC becomes SGD with momentum, which the tests use to check
-everything around it.
-"""
+"""F = M = I, no curvature at all: KFAC becomes SGD with momentum."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""F = G (x) A, so F V = G V A for V [groups, o, i]; damped factor by factor (Cholesky) or exactly
-(eigenvectors).
+"""F = G (x) A, so F V = G V A for V [groups, o, i]; damped factor by factor, or exactly.
 
 A  input factor  [groups, i, i]        G  output factor [groups, o, o]
-factored:  M = (G + sqrt(lambda)/pi I) (x) (A + pi sqrt(lambda) I),   pi^2 = (tr A / dim A) / (tr G
-                                                                      / dim G)
-exact:     M = F + lambda I
+factored:  M = (G + sqrt(lambda)/pi I) (x) (A + pi sqrt(lambda) I), by Cholesky,
+           pi^2 = (tr A / dim A) / (tr G / dim G)
+exact:     M = F + lambda I, by the eigenvectors of A and G
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ SMALLEST_MEAN_EIGENVALUE = 1e-20
 
 
 def factored_shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """What to add to the diagonals of A and G, each [groups]: pi sqrt(lambda) and sqrt(lambda) /
-    pi.
-    """
+    """What to add to the diagonals of A and G: pi sqrt(lambda), sqrt(lambda) / pi [groups]."""
     root = damping**0.5
-    pi = torch.sqrt(_mean_eigenvalue(inputs) / _mean_eigenvalue(outputs))
+    # Roots before the quotient, which could overflow.
+    pi = _mean_eigenvalue(inputs).sqrt() / _mean_eigenvalue(outputs).sqrt()
     return pi * root, root / pi
 
 

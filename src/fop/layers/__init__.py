@@ -1,5 +1,6 @@
-"""Layer types the optimizer preconditions. A new one is a `Layer` subclass and one line in
-`LAYER_TYPES`.
+"""Layer types the optimizer preconditions.
+
+A new one is a `Layer` subclass and one line in `LAYER_TYPES`.
 """
 
 from __future__ import annotations

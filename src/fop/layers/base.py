@@ -8,7 +8,8 @@ mathematics is uniform:
     matrix        W~ [groups, o, i (+1)]   the bias in the last column
 
 Gradients of the layer are computed here too, so that one backward pass can yield them for each half
-of the batch."""
+of the batch.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,7 @@ class Layer(ABC):
     def __init__(self, module: nn.Module) -> None: ...
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Differentiable preprocessing of the module's input that its backward should not repeat
-        (padding).
-        """
+        """Differentiable preprocessing (padding) of the input, before the layer proper."""
         return x
 
     @abstractmethod

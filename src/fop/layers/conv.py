@@ -1,8 +1,8 @@
-"""nn.Conv2d with any stride, padding (numbers, "same", circular, reflect, replicate), dilation and
-groups.
+"""nn.Conv2d with any stride, dilation, groups and padding (numbers, "same", circular, ...).
 
 Padding that the convolution itself can't apply alike on both sides is applied to the input first,
-differentiably; what remains is a plain zero-padded convolution."""
+differentiably; what remains is a plain zero-padded convolution.
+"""
 
 from __future__ import annotations
 
