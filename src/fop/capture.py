@@ -104,7 +104,7 @@ class LayerCapture:
     @property
     def columns(self) -> int:
         """Columns of the layer's matrix: inputs, and one for a trained bias."""
-        return self.weight[0].numel() + (self.bias is not None)
+        return self.layer.input_width(self.weight) + (self.bias is not None)
 
     @property
     def wants_sums(self) -> bool:
@@ -179,7 +179,7 @@ class LayerCapture:
             dtype = factor_dtype(self.weight.dtype)
             pending.sums = PassSums(self.plan.sharing, self.bias is not None, dtype)
         if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
-            pending.sums.add_inputs(self.layer.input_rows(x))
+            pending.sums.add_inputs(self.layer.input_rows(x, grad))
         pending.sums.add_outputs(self.layer.output_rows(grad))
 
     def close_extra_pass(self) -> None:

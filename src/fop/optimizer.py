@@ -185,7 +185,7 @@ class FOP(SecondOrderOptimizer):
     """KFAC, and the Fisher-orthogonal part of how the two halves of the batch differ.
 
     Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
-    Linear and Conv2d layers are preconditioned, all other parameters follow `fallback`.
+    Linear layers and convolutions are preconditioned, all other parameters follow `fallback`.
 
     Args:
         model: The model to train (the module, not its parameters).

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 SMALLEST_INTERVAL = 5
+
+
+class Scaled(TypedDict):
+    """Keyword arguments for `fop.FOP` and `fop.KFAC`."""
+
+    lr: float
+    update_every: int
 
 
 def scale_to_batch(
     batch_size: int, base_batch_size: int, *, lr: float, update_every: int = 10
-) -> dict[str, float | int]:
+) -> Scaled:
     """`lr` and `update_every` for `batch_size`, from values found good at `base_batch_size`.
 
     The learning rate grows in proportion to the batch; the curvature interval shrinks in

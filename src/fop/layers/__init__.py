@@ -8,12 +8,17 @@ from __future__ import annotations
 from torch import nn
 
 from fop.layers.base import Layer
-from fop.layers.conv import Conv2dLayer
+from fop.layers.conv import ConvLayer, ConvTransposeLayer
 from fop.layers.linear import LinearLayer
 
 LAYER_TYPES: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
-    nn.Conv2d: Conv2dLayer,
+    nn.Conv1d: ConvLayer,
+    nn.Conv2d: ConvLayer,
+    nn.Conv3d: ConvLayer,
+    nn.ConvTranspose1d: ConvTransposeLayer,
+    nn.ConvTranspose2d: ConvTransposeLayer,
+    nn.ConvTranspose3d: ConvTransposeLayer,
 }
 
 

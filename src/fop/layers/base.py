@@ -32,10 +32,6 @@ class Layer(ABC):
         return x
 
     @abstractmethod
-    def example_count(self, x: Tensor) -> int:
-        """How many examples the prepared input holds."""
-
-    @abstractmethod
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output gradient with examples in dimension 0, also for an unbatched call."""
 
@@ -52,12 +48,16 @@ class Layer(ABC):
         """Gradient of the bias summed over the examples given."""
 
     @abstractmethod
-    def input_rows(self, x: Tensor) -> Tensor:
-        """[n, groups, s, i]"""
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        """[n, groups, s, i]; the output gradient is given for its sizes only."""
 
     @abstractmethod
     def output_rows(self, grad: Tensor) -> Tensor:
         """[n, groups, s, o]"""
+
+    def input_width(self, weight: Tensor) -> int:
+        """i, columns of the matrix without a bias."""
+        return weight[0].numel()
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[groups, o, i (+1)] from tensors shaped like the weight and the bias."""

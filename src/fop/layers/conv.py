@@ -1,10 +1,15 @@
-"""nn.Conv2d with any stride, dilation, groups and padding (numbers, "same", circular, ...).
+"""Convolutions in one to three dimensions and their transposes, with all their options.
 
-Padding that the convolution itself can't apply alike on both sides is applied to the input first,
-differentiably; what remains is a plain zero-padded convolution.
+A position of the output sees a patch of the input: those patches are the rows. Padding that the
+convolution itself can't apply alike on both sides is applied to the input first, differentiably;
+what remains is a plain zero-padded convolution. A transposed convolution is a plain one, too: of
+the input spread out with zeros in between, with the mirrored kernel.
 """
 
 from __future__ import annotations
+
+import math
+from abc import abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -12,34 +17,37 @@ from torch import Tensor, nn
 
 from fop.layers.base import Layer
 
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Sizes = tuple[int, ...]  # one entry a spatial dimension
 
-class Conv2dLayer(Layer):
+
+class _AnyConvolution(Layer):
+    """What both directions share."""
+
+    transposed: bool
+    padding: Sizes
+
     def __init__(self, module: nn.Module) -> None:
-        assert isinstance(module, nn.Conv2d)
+        assert isinstance(module, (Convolution, TransposedConvolution))
         self.groups = module.groups
-        self.kernel_size = module.kernel_size
-        self.stride = module.stride
-        self.dilation = module.dilation
-        self._pad_mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        # Torch's order: (left, right, top, bottom); holds "same" and "valid" already worked out.
-        left, right, top, bottom = module._reversed_padding_repeated_twice
-        if self._pad_mode == "constant" and left == right and top == bottom:
-            self._pad_first: list[int] | None = None
-            self.padding = (top, left)
-        else:
-            self._pad_first = [left, right, top, bottom]
-            self.padding = (0, 0)
+        self.kernel: Sizes = tuple(module.kernel_size)
+        self.stride: Sizes = tuple(module.stride)
+        self.dilation: Sizes = tuple(module.dilation)
+        self.dimensions = len(self.kernel)
 
-    def prepare(self, x: Tensor) -> Tensor:
-        if self._pad_first is None:
-            return x
-        return F.pad(x, self._pad_first, mode=self._pad_mode)
+    @property
+    def reach(self) -> Sizes:
+        """How far apart the first and the last input under the kernel are."""
+        return tuple(d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True))
 
-    def example_count(self, x: Tensor) -> int:
-        return x.shape[0] if x.dim() == 4 else 1
+    @abstractmethod
+    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes: ...
 
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, grad) if x.dim() == 4 else (x.unsqueeze(0), grad.unsqueeze(0))
+        if x.dim() == self.dimensions + 2:
+            return x, grad
+        return x.unsqueeze(0), grad.unsqueeze(0)
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return self._backward(grad, x, weight, (True, False, False))[0]
@@ -48,31 +56,120 @@ class Conv2dLayer(Layer):
         return self._backward(grad, x, weight, (False, True, False))[1]
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad.sum((0, 2, 3))
+        return grad.sum((0, *range(2, grad.dim())))
 
     def _backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
+        self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
+        geometry = (self.stride, self.padding, self.dilation, self.transposed)
+        output_padding = self.output_padding(grad, x)
         gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            grad,
-            x,
-            weight,
-            None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            (0, 0),
-            self.groups,
-            mask,
+            grad, x, weight, None, *geometry, output_padding, self.groups, wanted
         )
         return gradients
 
-    def input_rows(self, x: Tensor) -> Tensor:
-        patches = F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
-        n, _, positions = patches.shape
-        return patches.reshape(n, self.groups, -1, positions).transpose(2, 3)
-
     def output_rows(self, grad: Tensor) -> Tensor:
-        n = grad.shape[0]
-        return grad.reshape(n, self.groups, grad.shape[1] // self.groups, -1).transpose(2, 3)
+        n, outputs = grad.shape[:2]
+        return grad.reshape(n, self.groups, outputs // self.groups, -1).transpose(2, 3)
+
+    def _patches(self, x: Tensor, sizes: Sizes, stride: Sizes) -> Tensor:
+        """[n, groups, positions, channels of a group * kernel] for an output of these sizes."""
+        n, channels = x.shape[:2]
+        steps = x.stride()[2:]
+        windows = x.as_strided(
+            (n, channels, *sizes, *self.kernel),
+            (
+                *x.stride()[:2],
+                *(step * move for step, move in zip(steps, stride, strict=True)),
+                *(step * apart for step, apart in zip(steps, self.dilation, strict=True)),
+            ),
+        )
+        positions_first = windows.movedim(1, 1 + self.dimensions)  # [n, *sizes, channels, *kernel]
+        features = channels // self.groups * math.prod(self.kernel)
+        return positions_first.reshape(n, -1, self.groups, features).transpose(1, 2)
+
+
+class ConvLayer(_AnyConvolution):
+    transposed = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        assert isinstance(module, Convolution)
+        self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        # Torch's order, last dimension first, with "same" and "valid" already worked out.
+        amounts: list[int] = list(module._reversed_padding_repeated_twice)
+        left, right = amounts[0::2], amounts[1::2]
+        alike = self._mode == "constant" and left == right
+        self._pad_first = None if alike else amounts
+        self.padding = tuple(reversed(left)) if alike else (0,) * self.dimensions
+
+    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
+        return (0,) * self.dimensions
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x if self._pad_first is None else F.pad(x, self._pad_first, mode=self._mode)
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        x = _zero_padded(x, self.padding, self.padding)
+        return self._patches(x, tuple(grad.shape[2:]), self.stride)
+
+
+class ConvTransposeLayer(_AnyConvolution):
+    transposed = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        assert isinstance(module, TransposedConvolution)
+        self.padding = tuple(int(amount) for amount in module.padding)
+
+    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
+        """Read off the sizes, because a call may ask for another output_size than the module's."""
+        spread = self._spread_sizes(x)
+        return tuple(
+            size - (length + reach - 2 * pad)
+            for size, length, reach, pad in zip(
+                grad.shape[2:], spread, self.reach, self.padding, strict=True
+            )
+        )
+
+    def _spread_sizes(self, x: Tensor) -> Sizes:
+        return tuple((n - 1) * move + 1 for n, move in zip(x.shape[2:], self.stride, strict=True))
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        spread = x.new_zeros(*x.shape[:2], *self._spread_sizes(x))
+        every = tuple(slice(None, None, move) for move in self.stride)
+        spread[(slice(None), slice(None), *every)] = x
+        sizes = tuple(grad.shape[2:])
+        before = [reach - pad for reach, pad in zip(self.reach, self.padding, strict=True)]
+        after = [
+            size + reach - length - left
+            for size, reach, length, left in zip(
+                sizes, self.reach, spread.shape[2:], before, strict=True
+            )
+        ]
+        spread = _zero_padded(spread, before, after)
+        return self._patches(spread, sizes, (1,) * self.dimensions)
+
+    # The weight is [inputs, outputs of a group, *kernel].
+
+    def input_width(self, weight: Tensor) -> int:
+        return weight.shape[0] // self.groups * math.prod(self.kernel)
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        grouped = weight.reshape(self.groups, -1, *weight.shape[1:]).transpose(1, 2)
+        mirrored = grouped.flip(*range(3, grouped.dim()))
+        return super().to_matrix(mirrored.flatten(0, 1), bias)
+
+    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        outputs = weight.shape[1]
+        shape = (self.groups * outputs, weight.shape[0] // self.groups, *self.kernel)
+        mirrored, *of_bias = super().from_matrix(matrix, weight.new_empty(shape), bias)
+        grouped = mirrored.flip(*range(2, mirrored.dim())).unflatten(0, (self.groups, outputs))
+        return [grouped.transpose(1, 2).reshape(weight.shape), *of_bias]
+
+
+def _zero_padded(x: Tensor, before: Sizes | list[int], after: Sizes | list[int]) -> Tensor:
+    """Zeros around the spatial dimensions; negative amounts crop."""
+    pairs = zip(reversed(before), reversed(after), strict=True)
+    amounts = [amount for pair in pairs for amount in pair]
+    return F.pad(x, amounts) if any(amounts) else x

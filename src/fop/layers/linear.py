@@ -11,9 +11,6 @@ class LinearLayer(Layer):
     def __init__(self, module: nn.Module) -> None:
         del module  # its shapes are read off the tensors
 
-    def example_count(self, x: Tensor) -> int:
-        return x.shape[0] if x.dim() > 1 else 1
-
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return (x, grad) if x.dim() > 1 else (x.unsqueeze(0), grad.unsqueeze(0))
 
@@ -26,7 +23,7 @@ class LinearLayer(Layer):
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.flatten(0, -2).sum(0)
 
-    def input_rows(self, x: Tensor) -> Tensor:
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return x.reshape(x.shape[0], 1, -1, x.shape[-1])
 
     def output_rows(self, grad: Tensor) -> Tensor:
