@@ -24,6 +24,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"damping": None}, TypeError, "damping must be a number"),
     ({"damping_mode": "none"}, ValueError, "damping_mode must be one of 'factored', 'exact'"),
     ({"factor_decay": 1.0}, ValueError, "factor_decay must be >= 0 and < 1, got 1.0"),
+    ({"max_factor_size": 0}, ValueError, "max_factor_size must be >= 1, got 0"),
     ({"update_every": 0}, ValueError, "update_every must be >= 1, got 0"),
     ({"update_every": 2.5}, TypeError, "update_every must be a whole number of steps"),
     ({"update_every": lambda step: 0}, ValueError, r"update_every\(1\) must be >= 1, got 0"),

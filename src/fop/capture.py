@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.layers import Layer
-from fop.moments import FactorSums, PassSums, factor_dtype
+from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 
 
 @dataclass
@@ -31,6 +31,7 @@ class CapturePlan:
 
     halves: str  # "samples", "microbatches" or "none"
     sharing: str
+    max_factor_size: int
     empirical: bool  # curvature sums come from the training loss's own backward
     curvature: bool  # curvature sums are wanted at all
     refresh_due: bool = True
@@ -176,11 +177,23 @@ class LayerCapture:
         """Keep a call's curvature sums."""
         pending = self._current()
         if pending.sums is None:
-            dtype = factor_dtype(self.weight.dtype)
-            pending.sums = PassSums(self.plan.sharing, self.bias is not None, dtype)
+            pending.sums = PassSums(self._factor_form(), self.plan.sharing)
         if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
-            pending.sums.add_inputs(self.layer.input_rows(x, grad))
+            rows = self.layer.input_rows(x, grad)
+            if self.layer.indexed:
+                pending.sums.add_indices(rows, self.columns)
+            else:
+                pending.sums.add_inputs(rows)
         pending.sums.add_outputs(self.layer.output_rows(grad))
+
+    def _factor_form(self) -> FactorForm:
+        widest = self.plan.max_factor_size
+        return FactorForm(
+            dtype=factor_dtype(self.weight.dtype),
+            has_bias=self.bias is not None,
+            diagonal_inputs=self.layer.indexed or self.columns > widest,
+            diagonal_outputs=self.layer.output_width(self.weight) > widest,
+        )
 
     def close_extra_pass(self) -> None:
         if self._pending is not None and self._pending.sums is not None:
@@ -267,7 +280,7 @@ class TrackedCall(torch.autograd.Function):
         # Like the operation itself, the backward runs in the precision of the output, whatever
         # autocast is about.
         with torch.autocast(grad.device.type, enabled=False):
-            inputs, outputs = layer.batched(x.to(grad.dtype), grad)
+            inputs, outputs = layer.batched(layer.cast(x, grad.dtype), grad)
             weights = weight.to(grad.dtype)
             of_input = None
             if needs_input:

@@ -8,7 +8,7 @@ demand and in float64, from the gradients and the captured difference; both are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -142,8 +142,7 @@ class _Spectrum:
 
     input_values: Tensor  # [groups, i]
     output_values: Tensor  # [groups, o]
-    input_basis: Tensor
-    output_basis: Tensor
+    enter: Callable[[Tensor], Tensor]
     fisher: Tensor  # [groups, o, i]
     damped: Tensor
 
@@ -157,8 +156,8 @@ class _Spectrum:
         self, average: Tensor, difference: Tensor | None, scalars: dict[str, float]
     ) -> dict[str, float]:
         s, beta, eta, damping = (scalars[name] for name in ("s", "beta", "eta", "damping"))
-        a = self._enter(average)
-        p = torch.zeros_like(a) if difference is None else self._enter(difference) - s * a
+        a = self.enter(average)
+        p = torch.zeros_like(a) if difference is None else self.enter(difference) - s * a
         metric = self.fisher / self.damped**2  # Q
         largest = float(self.fisher.max())
         # Directions without curvature would make |F^-1/2 g| infinite; a floor at round-off keeps
@@ -176,15 +175,10 @@ class _Spectrum:
             "kl_orthogonal_bound": eta**2 * beta**2 * largest / (4 * damping) * root_p**2,
         }
 
-    def _enter(self, v: Tensor) -> Tensor:
-        return self.output_basis.mT @ v @ self.input_basis
-
 
 def _spectrum(state: dict[str, Any], damping_mode: str) -> _Spectrum:
     inputs, outputs = state["input_factor"].double(), state["output_factor"].double()
-    input_values, input_basis = torch.linalg.eigh(inputs)
-    output_values, output_basis = torch.linalg.eigh(outputs)
-    input_values, output_values = input_values.clamp(min=0), output_values.clamp(min=0)
+    (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
     fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
     if damping_mode == "exact":
         damped = fisher + state["damping"]
@@ -193,4 +187,17 @@ def _spectrum(state: dict[str, Any], damping_mode: str) -> _Spectrum:
         input_values = input_values + of_input.unsqueeze(-1)
         output_values = output_values + of_output.unsqueeze(-1)
         damped = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
-    return _Spectrum(input_values, output_values, input_basis, output_basis, fisher, damped)
+
+    def enter(v: Tensor) -> Tensor:
+        v = v if output_basis is None else output_basis.mT @ v
+        return v if input_basis is None else v @ input_basis
+
+    return _Spectrum(input_values, output_values, enter, fisher, damped)
+
+
+def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues and eigenvectors; a diagonal factor needs no change of basis."""
+    if factor.dim() == 2:
+        return factor.clamp(min=0), None
+    values, vectors = torch.linalg.eigh(factor)
+    return values.clamp(min=0), vectors

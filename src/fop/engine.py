@@ -100,6 +100,7 @@ class Engine:
         self.plan = CapturePlan(
             halves=halves if settings.needs_halves else "none",
             sharing=settings.sharing,
+            max_factor_size=settings.max_factor_size,
             empirical=settings.fisher == "empirical",
             curvature=settings.curvature != "identity",
         )

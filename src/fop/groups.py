@@ -43,6 +43,8 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip]) -> list[NamedLaye
             reason = "nn.MultiheadAttention uses it without calling it"
         elif any(uses[parameter] > 1 for parameter in own):
             reason = "it shares parameters with another module"
+        else:
+            reason = layer.refusal(module)
         if reason is None:
             found.append((name, module, layer))
         else:

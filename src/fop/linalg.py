@@ -1,7 +1,8 @@
 """Decompositions that do not give up: first as asked, then in float64, then with more damping.
 
-All functions work on batches of symmetric positive semi-definite matrices [..., d, d]. A failure is
-found with one host read for a whole list of matrices; only the ones that failed climb the ladder.
+All functions work on batches of symmetric positive semi-definite matrices: [g, d, d], or [g, d] for
+diagonal ones. A failure is found with one host read for a whole list of matrices; only the ones
+that failed climb the ladder.
 """
 
 from __future__ import annotations
@@ -15,17 +16,32 @@ from torch import Tensor
 LADDER = (1.0, 10.0, 1e3, 1e5)
 
 
+def diagonal(factor: Tensor) -> Tensor:
+    """[g, d] of a factor in either form."""
+    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
+
+
+def from_left(factor: Tensor, v: Tensor) -> Tensor:
+    """factor v, for v [g, d, ...]."""
+    return factor.unsqueeze(-1) * v if factor.dim() == 2 else factor @ v
+
+
+def from_right(v: Tensor, factor: Tensor) -> Tensor:
+    """v factor, for v [g, ..., d]."""
+    return v * factor.unsqueeze(-2) if factor.dim() == 2 else v @ factor
+
+
 def damped_inverses(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor | None]:
-    """(factor + shift I)^-1 for factors [g, d, d], shifts [g]; None where all rungs failed."""
-    found = _with_ladder(_cholesky_inverse, factors, shifts)
+    """(factor + shift I)^-1 for each factor and shift [g]; None where all rungs failed."""
+    found = _with_ladder(_inverse, factors, shifts)
     return [None if result is None else result[0] for result in found]
 
 
 def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
-    """Eigenvalues [g, d] >= 0 and eigenvectors [g, d, d]; None where all rungs failed."""
+    """Eigenvalues [g, d] >= 0 and, unless diagonal, eigenvectors; None where all rungs failed."""
     # A shift moves eigenvalues only, and is taken off again: it serves to get the iteration past a
     # bad matrix.
-    shifts = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) * 1e-6 for factor in factors]
+    shifts = [diagonal(factor).mean(-1) * 1e-6 for factor in factors]
     return _with_ladder(_eigenbasis, factors, shifts, first_shift=0.0)
 
 
@@ -77,13 +93,18 @@ def _shifted(factor: Tensor, shift: Tensor) -> Tensor:
     return damped
 
 
-def _cholesky_inverse(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
+def _inverse(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
+    if factor.dim() == 2:
+        inverse = (factor + shift.unsqueeze(-1)).reciprocal()
+        return (inverse,), (inverse > 0).all() & inverse.isfinite().all()
     triangle, info = torch.linalg.cholesky_ex(_shifted(factor, shift))
     inverse = torch.cholesky_inverse(triangle)
     return (inverse,), (info == 0).all() & inverse.isfinite().all()
 
 
-def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    if factor.dim() == 2:
+        return (factor.clamp(min=0.0),), factor.isfinite().all()
     values, vectors = torch.linalg.eigh(_shifted(factor, shift))
     values = (values - shift.unsqueeze(-1)).clamp_(min=0.0)
     return (values, vectors), values.isfinite().all() & vectors.isfinite().all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -15,7 +15,10 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class FactorSums:
-    """Sums of x x^T [groups, i(+1), i(+1)] and g g^T [groups, o, o], and what they are over."""
+    """Sums of x x^T [groups, i(+1), i(+1)] and g g^T [groups, o, o], and what they are over.
+
+    A factor that is kept diagonal has one dimension less.
+    """
 
     inputs: Tensor
     outputs: Tensor
@@ -29,16 +32,31 @@ class FactorSums:
         self.rows += other.rows
 
 
+@dataclass(frozen=True)
+class FactorForm:
+    """What a layer's sums look like."""
+
+    dtype: torch.dtype
+    has_bias: bool
+    diagonal_inputs: bool
+    diagonal_outputs: bool
+
+    def of_inputs(self, rows: Tensor) -> Tensor:
+        return _second_moment(rows.to(self.dtype), self.has_bias, self.diagonal_inputs)
+
+    def of_outputs(self, rows: Tensor) -> Tensor:
+        return _second_moment(rows.to(self.dtype), False, self.diagonal_outputs)
+
+
 class PassSums:
     """Collects one backward pass through one layer, which may be called several times in it.
 
     All calls of a pass belong to the same examples: each adds further shared positions.
     """
 
-    def __init__(self, sharing: str, has_bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, form: FactorForm, sharing: str) -> None:
         self._reduce = sharing == "reduce"
-        self._has_bias = has_bias
-        self._dtype = dtype
+        self._form = form
         self._inputs: Tensor | None = None
         self._outputs: Tensor | None = None
         self._examples = 0
@@ -51,26 +69,42 @@ class PassSums:
 
     def add_inputs(self, rows: Tensor) -> None:
         """`rows` [n, groups, s, i]."""
-        n, _, positions, _ = rows.shape
-        self._examples = max(self._examples, n)
-        self._rows += n * positions
+        self._count(rows.shape[0], rows.shape[2])
         if self._reduce:
-            self._input_total = _sum_of(self._input_total, rows.to(self._dtype).sum(2))
-            self._positions += positions
+            self._input_total = _sum_of(self._input_total, rows.to(self._form.dtype).sum(2))
         else:
-            self._inputs = _sum_of(self._inputs, _second_moment(rows, self._dtype, self._has_bias))
+            self._inputs = _sum_of(self._inputs, self._form.of_inputs(rows))
+
+    def add_indices(self, indices: Tensor, width: int) -> None:
+        """`indices` [n, s] of one-hot inputs of the given width; -1 for a row of zeros."""
+        n, positions = indices.shape
+        self._count(n, positions)
+        weights = torch.ones_like(indices, dtype=self._form.dtype)
+        if self._reduce:
+            # An example's mean row is c_v / s; its square is spread over the c_v positions.
+            same = indices.unsqueeze(1) == indices.unsqueeze(2)
+            weights = same.sum(2).to(self._form.dtype) / positions**2
+        weights = weights.masked_fill(indices < 0, 0.0)
+        counts = weights.new_zeros(width)
+        counts.index_add_(0, indices.clamp(min=0).reshape(-1), weights.reshape(-1))
+        self._inputs = _sum_of(self._inputs, counts.unsqueeze(0))
+
+    def _count(self, examples: int, positions: int) -> None:
+        self._examples = max(self._examples, examples)
+        self._rows += examples * positions
+        self._positions += positions
 
     def add_outputs(self, rows: Tensor) -> None:
         """`rows` [n, groups, s, o]."""
         if self._reduce:
-            self._output_total = _sum_of(self._output_total, rows.to(self._dtype).sum(2))
+            self._output_total = _sum_of(self._output_total, rows.to(self._form.dtype).sum(2))
         else:
-            self._outputs = _sum_of(self._outputs, _second_moment(rows, self._dtype, False))
+            self._outputs = _sum_of(self._outputs, self._form.of_outputs(rows))
 
     def close_outputs(self) -> None:
         """End a set of output gradients that belong together; several sets may share the inputs."""
         if self._output_total is not None:
-            moment = _second_moment(self._output_total.unsqueeze(2), self._dtype, False)
+            moment = self._form.of_outputs(self._output_total.unsqueeze(2))
             self._outputs = _sum_of(self._outputs, moment)
             self._output_total = None
 
@@ -78,8 +112,9 @@ class PassSums:
         self.close_outputs()
         if self._input_total is not None:
             mean = (self._input_total / self._positions).unsqueeze(2)
-            self._inputs = _second_moment(mean, self._dtype, self._has_bias)
-        assert self._inputs is not None and self._outputs is not None
+            self._inputs = self._form.of_inputs(mean)
+        assert self._inputs is not None
+        assert self._outputs is not None
         return FactorSums(self._inputs, self._outputs, self._examples, self._rows)
 
 
@@ -95,10 +130,13 @@ def _sum_of(total: Tensor | None, term: Tensor) -> Tensor:
     return longer
 
 
-def _second_moment(rows: Tensor, dtype: torch.dtype, has_bias: bool) -> Tensor:
+def _second_moment(rows: Tensor, has_bias: bool, diagonal: bool) -> Tensor:
     """Sum of x x^T over examples and positions, [groups, i, i]; with a bias, of [x, 1] [x, 1]^T."""
     groups, features = rows.shape[1], rows.shape[3]
-    flat = rows.to(dtype).transpose(0, 1).reshape(groups, -1, features)
+    flat = rows.transpose(0, 1).reshape(groups, -1, features)
+    if diagonal:
+        squares = flat.square().sum(1)
+        return nn.functional.pad(squares, (0, 1), value=flat.shape[1]) if has_bias else squares
     product = flat.transpose(1, 2) @ flat
     if not has_bias:
         return product

@@ -65,7 +65,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine = Engine(self._settings)
         handles: list[RemovableHandle] = []
         for name, module, layer in layers:
-            weight, bias = module._parameters["weight"], module._parameters["bias"]
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
             capture = LayerCapture(layer, weight, bias, self._engine.plan)
             self._engine.blocks.append(Block(name, capture))
@@ -185,7 +185,8 @@ class FOP(SecondOrderOptimizer):
     """KFAC, and the Fisher-orthogonal part of how the two halves of the batch differ.
 
     Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
-    Linear layers and convolutions are preconditioned, all other parameters follow `fallback`.
+    Linear layers, convolutions and embeddings are preconditioned, all other parameters follow
+    `fallback`.
 
     Args:
         model: The model to train (the module, not its parameters).
@@ -206,6 +207,9 @@ class FOP(SecondOrderOptimizer):
         likelihood: What "mc" and "exact" sample from: "categorical", "bernoulli" or "gaussian".
         sharing: How weights shared over positions count: "expand" (every position on its own) or
             "reduce" (summed an example).
+        max_factor_size: Widest Kronecker factor to be kept whole. A wider one (a vocabulary, say)
+            is kept as
+            its diagonal, so that memory stays bounded.
         beta: Weight of the orthogonal part: "adaptive" or a number.
         eta: Step size of each layer: "adaptive" or a number.
         total: Whether eta aims at the mean ("mean") or the sum ("sum", twice the step) of the
@@ -239,6 +243,7 @@ class FOP(SecondOrderOptimizer):
         fisher: Literal["empirical", "mc", "exact"] = "empirical",
         likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
         sharing: Literal["expand", "reduce"] = "expand",
+        max_factor_size: int = 8192,
         beta: Coefficient = "adaptive",
         eta: Coefficient = "adaptive",
         total: Literal["mean", "sum"] = "mean",
@@ -258,6 +263,7 @@ class FOP(SecondOrderOptimizer):
             fisher=fisher,
             likelihood=likelihood,
             sharing=sharing,
+            max_factor_size=max_factor_size,
             beta=beta,
             eta=eta,
             total=total,
@@ -297,6 +303,7 @@ class KFAC(SecondOrderOptimizer):
         fisher: Literal["empirical", "mc", "exact"] = "empirical",
         likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
         sharing: Literal["expand", "reduce"] = "expand",
+        max_factor_size: int = 8192,
         kl_clip: float | None = 1e-3,
         loss_reduction: Literal["mean", "sum"] = "mean",
         curvature: Literal["kronecker", "identity"] = "kronecker",
@@ -312,6 +319,7 @@ class KFAC(SecondOrderOptimizer):
             fisher=fisher,
             likelihood=likelihood,
             sharing=sharing,
+            max_factor_size=max_factor_size,
             beta=0.0,
             eta=1.0,
             kl_clip=kl_clip,

@@ -29,6 +29,7 @@ class Settings:
     fisher: str = "empirical"
     likelihood: str = "categorical"
     sharing: str = "expand"
+    max_factor_size: int = 8192
     beta: Coefficient = "adaptive"
     eta: Coefficient = "adaptive"
     total: str = "mean"
@@ -59,7 +60,8 @@ class Settings:
             if value != "adaptive":
                 _number(name, value, hint=' or "adaptive"')
         if not callable(self.update_every):
-            _interval(self.update_every, "update_every")
+            _whole(self.update_every, "update_every", "steps or a function of the step")
+        _whole(self.max_factor_size, "max_factor_size", "rows")
 
     @property
     def needs_halves(self) -> bool:
@@ -77,7 +79,7 @@ class Settings:
             return False
         interval = self.update_every
         if callable(interval):
-            interval = _interval(interval(step), f"update_every({step})")
+            interval = _whole(interval(step), f"update_every({step})", "steps")
         return step in EARLY_REFRESH_STEPS or (step - 1) % interval == 0
 
 
@@ -131,11 +133,9 @@ def _number(
         raise ValueError(f"{name} must be {wanted}{hint}, got {value!r}")
 
 
-def _interval(value: object, name: str) -> int:
+def _whole(value: object, name: str, unit: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"{name} must be a whole number of steps or a function of the step, got {value!r}"
-        )
+        raise TypeError(f"{name} must be a whole number of {unit}, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value!r}")
     return value

@@ -1,6 +1,6 @@
 """F = G (x) A, so F V = G V A for V [groups, o, i]; damped factor by factor, or exactly.
 
-A  input factor  [groups, i, i]        G  output factor [groups, o, o]
+A  input factor [groups, i, i]   G  output factor [groups, o, o]   diagonal: [groups, d]
 factored:  M = (G + sqrt(lambda)/pi I) (x) (A + pi sqrt(lambda) I), by Cholesky,
            pi^2 = (tr A / dim A) / (tr G / dim G)
 exact:     M = F + lambda I, by the eigenvectors of A and G
@@ -30,7 +30,11 @@ def factored_shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Te
 
 
 def _mean_eigenvalue(factor: Tensor) -> Tensor:
-    return factor.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
+    return linalg.diagonal(factor).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
+
+
+def _both_sides(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
+    return linalg.from_right(linalg.from_left(left, v), right)
 
 
 class _KroneckerFactors:
@@ -98,10 +102,10 @@ class _FactoredMetric:
         return v
 
     def fisher(self, v: Tensor) -> Tensor:
-        return self.output_factor @ v @ self.input_factor
+        return _both_sides(self.output_factor, v, self.input_factor)
 
     def solve(self, v: Tensor) -> Tensor:
-        return self.output_inverse @ v @ self.input_inverse
+        return _both_sides(self.output_inverse, v, self.input_inverse)
 
 
 class EigenKronecker(_KroneckerFactors):
@@ -125,19 +129,22 @@ class EigenKronecker(_KroneckerFactors):
             if outcome[-1]:
                 for name, pair in found.items():
                     assert pair is not None
-                    job.state[f"{name}_eigenvalues"], job.state[f"{name}_basis"] = pair
+                    # A diagonal factor is its own eigenbasis and has none to keep.
+                    job.state.pop(f"{name}_basis", None)
+                    keys = (f"{name}_eigenvalues", f"{name}_basis")
+                    job.state.update(zip(keys, pair, strict=False))
                 job.state["damping"] = job.damping
         return outcome
 
     def ready(self, state: CurvatureState, columns: int) -> bool:
-        return "input_basis" in state and state["input_basis"].shape[-1] == columns
+        return "input_eigenvalues" in state and state["input_eigenvalues"].shape[-1] == columns
 
     def metric(self, state: CurvatureState) -> Metric:
         eigenvalues = state["output_eigenvalues"].unsqueeze(-1) * state[
             "input_eigenvalues"
         ].unsqueeze(-2)
         return _EigenMetric(
-            eigenvalues, state["input_basis"], state["output_basis"], state["damping"]
+            eigenvalues, state.get("input_basis"), state.get("output_basis"), state["damping"]
         )
 
 
@@ -146,15 +153,17 @@ class _EigenMetric:
     """In the Kronecker eigenbasis F and M are elementwise."""
 
     eigenvalues: Tensor  # [groups, o, i]
-    input_basis: Tensor
-    output_basis: Tensor
+    input_basis: Tensor | None  # None for a diagonal factor
+    output_basis: Tensor | None
     damping: float
 
     def enter(self, v: Tensor) -> Tensor:
-        return self.output_basis.mT @ v @ self.input_basis
+        v = v if self.output_basis is None else self.output_basis.mT @ v
+        return v if self.input_basis is None else v @ self.input_basis
 
     def leave(self, v: Tensor) -> Tensor:
-        return self.output_basis @ v @ self.input_basis.mT
+        v = v if self.output_basis is None else self.output_basis @ v
+        return v if self.input_basis is None else v @ self.input_basis.mT
 
     def fisher(self, v: Tensor) -> Tensor:
         return self.eigenvalues * v

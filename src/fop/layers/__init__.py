@@ -9,6 +9,7 @@ from torch import nn
 
 from fop.layers.base import Layer
 from fop.layers.conv import ConvLayer, ConvTransposeLayer
+from fop.layers.embedding import EmbeddingLayer
 from fop.layers.linear import LinearLayer
 
 LAYER_TYPES: dict[type[nn.Module], type[Layer]] = {
@@ -19,6 +20,7 @@ LAYER_TYPES: dict[type[nn.Module], type[Layer]] = {
     nn.ConvTranspose1d: ConvTransposeLayer,
     nn.ConvTranspose2d: ConvTransposeLayer,
     nn.ConvTranspose3d: ConvTransposeLayer,
+    nn.Embedding: EmbeddingLayer,
 }
 
 

@@ -23,13 +23,23 @@ class Layer(ABC):
     """The geometry of one module. Holds numbers copied from the module, never the module itself."""
 
     groups: int = 1
+    indexed: bool = False  # inputs are indices that stand for one-hot rows
 
     @abstractmethod
     def __init__(self, module: nn.Module) -> None: ...
 
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        """Why a module of a supported type can't be preconditioned all the same."""
+        return None
+
     def prepare(self, x: Tensor) -> Tensor:
         """Differentiable preprocessing (padding) of the input, before the layer proper."""
         return x
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The input in the precision that the gradient is computed in."""
+        return x.to(dtype)
 
     @abstractmethod
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +59,7 @@ class Layer(ABC):
 
     @abstractmethod
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        """[n, groups, s, i]; the output gradient is given for its sizes only."""
+        """[n, groups, s, i], or [n, s] if `indexed`. The gradient is given for its sizes only."""
 
     @abstractmethod
     def output_rows(self, grad: Tensor) -> Tensor:
@@ -58,6 +68,10 @@ class Layer(ABC):
     def input_width(self, weight: Tensor) -> int:
         """i, columns of the matrix without a bias."""
         return weight[0].numel()
+
+    def output_width(self, weight: Tensor) -> int:
+        """o, rows of the matrix of one group."""
+        return self.to_matrix(weight, None).shape[1]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[groups, o, i (+1)] from tensors shaped like the weight and the bias."""

@@ -1,0 +1,44 @@
+"""The Hugging Face `Trainer` builds optimizers from parameters; fop's need the model.
+
+`Trainer(optimizers=(fop.FOP(model, lr=0.1), None))` works as it is. The mixin adds what Trainer does
+for its own optimizers: learning rate and weight decay come from the `TrainingArguments`, and biases
+and norms are not decayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fop.optimizer import FOP
+
+
+class SecondOrderMixin:
+    """`class FOPTrainer(SecondOrderMixin, Trainer): optimizer_options = {"damping": 1e-2}`."""
+
+    optimizer_type: Callable[..., Optimizer] = FOP
+    optimizer_options: Mapping[str, Any] = {}
+
+    # What the mixin uses of transformers.Trainer.
+    model: nn.Module
+    args: Any
+    optimizer: Optimizer | None
+    get_decay_parameter_names: Callable[[nn.Module], Collection[str]]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Called by Trainer once the model is in place; an optimizer given to it has precedence."""
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(model))
+            others = [p for name, p in model.named_parameters() if name not in decayed]
+            self.optimizer = self.optimizer_type(
+                model,
+                lr=self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                param_groups=[{"params": others, "weight_decay": 0.0}],
+                **self.optimizer_options,
+            )
+        return self.optimizer

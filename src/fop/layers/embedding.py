@@ -1,0 +1,68 @@
+"""nn.Embedding: a linear layer without bias on one-hot inputs, which are never written out.
+
+Its input factor is diagonal, because a one-hot vector times its transpose is: entry v counts how
+often index v occurs. The outputs are the embedding's columns, so the matrix is the transpose of the
+weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fop.layers.base import Layer
+
+
+class EmbeddingLayer(Layer):
+    indexed = True
+
+    def __init__(self, module: nn.Module) -> None:
+        assert isinstance(module, nn.Embedding)
+        # Torch's own backward takes -1 for none.
+        self._padding_index = -1 if module.padding_idx is None else module.padding_idx
+
+    @classmethod
+    def refusal(cls, module: nn.Module) -> str | None:
+        assert isinstance(module, nn.Embedding)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                return f"it has {option}={getattr(module, option)}"
+        return None
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x  # indices
+
+    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, grad) if x.dim() > 0 else (x.unsqueeze(0), grad.unsqueeze(0))
+
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        raise AssertionError("indices have no gradient")
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        gradient: Tensor = torch.ops.aten.embedding_dense_backward(
+            grad, x, weight.shape[0], self._padding_index, False
+        )
+        return gradient
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        raise AssertionError("an embedding has no bias")
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Indices [n, s] in place of one-hot rows; the padding index, whose row is zero, is -1."""
+        indices = x.reshape(x.shape[0], -1)
+        return indices.masked_fill(indices == self._padding_index, -1)
+
+    def output_rows(self, grad: Tensor) -> Tensor:
+        return grad.reshape(grad.shape[0], 1, -1, grad.shape[-1])
+
+    def input_width(self, weight: Tensor) -> int:
+        return weight.shape[0]
+
+    def output_width(self, weight: Tensor) -> int:
+        return weight.shape[1]
+
+    def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.t().unsqueeze(0)
+
+    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        return [matrix.squeeze(0).t()]

@@ -1,0 +1,166 @@
+"""Factors that would be too wide are kept as their diagonal, and embeddings never have another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+
+import fop
+from tests.common import distance, mlp, points, same, snapshot, train
+from tests.oracles import Reference, dense_curvature, project
+
+V, D, CLASSES = 7, 4, 3
+MODES = [{}, {"damping_mode": "exact", "damping": 0.02}]
+
+
+class Words(nn.Module):
+    """A mean of embeddings, looked up or by a linear layer on one-hot rows."""
+
+    def __init__(self, lookup: bool, padding_idx: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(V, D, padding_idx=padding_idx)
+        self.head = nn.Linear(D, CLASSES)
+        self.padding_idx = padding_idx
+        if not lookup:
+            weight = self.table.weight.detach().t().clone()
+            self.table = nn.Linear(V, D, bias=False)
+            self.table.weight.data.copy_(weight)
+        self.lookup = lookup
+
+    def forward(self, index: Tensor) -> Tensor:
+        if self.lookup:
+            rows = self.table(index)
+        else:
+            hot = one_hot(index, V).double()
+            if self.padding_idx is not None:
+                hot[index == self.padding_idx] = 0
+            rows = self.table(hot)
+        return self.head(torch.tanh(rows.reshape(len(index), -1, D)).mean(1))
+
+
+def sentences(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(V, shape, generator=generator)
+    return index, torch.randint(CLASSES, shape[:1], generator=generator)
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize("shape", [(9,), (8, 5), (6, 2, 3)], ids=str)
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
+def test_an_embedding_trains_like_a_linear_layer_on_one_hot_rows(
+    settings: dict[str, Any], shape: tuple[int, ...], padding_idx: int | None, kind: Any
+) -> None:
+    looked_up, linear = Words(True, padding_idx).double(), Words(False, padding_idx).double()
+    data = [sentences(shape, seed) for seed in range(5)]
+    train(looked_up, kind(looked_up, **settings), data)
+    train(linear, kind(linear, **settings), data)
+    expected = snapshot(linear)
+    assert distance(snapshot(looked_up), [expected[0].t(), *expected[1:]]) < 1e-11
+
+
+def test_reduced_sharing_keeps_the_diagonal_of_the_mean_rows() -> None:
+    looked_up, linear = Words(True).double(), Words(False).double()
+    data = [sentences((6, 5), 1)]
+    one = fop.KFAC(looked_up, sharing="reduce")
+    two = fop.KFAC(linear, sharing="reduce")
+    train(looked_up, one, data)
+    train(linear, two, data)
+    counts = one.state[looked_up.table.weight]["input_factor"]
+    dense = two.state[linear.table.weight]["input_factor"]
+    assert counts.shape == (1, V)
+    assert torch.allclose(counts, dense.diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(9, 3), (3, 9), (9, 9)])
+def test_a_wide_layer_takes_the_step_of_its_diagonal_factors(
+    settings: dict[str, Any], inputs: int, outputs: int
+) -> None:
+    """Against dense F and M built from the diagonals of the whole factors."""
+    torch.manual_seed(0)
+    limit = 5
+    start = nn.Linear(inputs, outputs).double()
+    x, y = torch.randn(12, inputs, dtype=torch.float64), torch.randint(outputs, (12,))
+
+    def factors_and_step(size: int) -> tuple[list[Tensor], list[Tensor], Any]:
+        model = nn.Linear(inputs, outputs).double()
+        model.load_state_dict(start.state_dict())
+        optimizer = fop.FOP(model, lr=1.0, kl_clip=None, max_factor_size=size, **settings)
+        train(model, optimizer, [(x, y)])
+        state = optimizer.state[model.weight]
+        return [state["input_factor"], state["output_factor"]], snapshot(model), model
+
+    whole, _, _ = factors_and_step(8192)
+    narrow, moved, model = factors_and_step(limit)
+    wide = [inputs + 1 > limit, outputs > limit]
+    expected = [
+        factor.diagonal(dim1=1, dim2=2) if cut else factor
+        for factor, cut in zip(whole, wide, strict=True)
+    ]
+    assert distance(narrow, expected) < 1e-14
+
+    dense = [torch.diag(f[0]) if f.dim() == 2 else f[0] for f in narrow]
+    reference = Reference(lr=1.0, kl_clip=None, **settings)
+    fisher, damped = dense_curvature([(dense[0], dense[1])], reference)
+    gradient = torch.cat([model.weight.grad, model.bias.grad.unsqueeze(1)], dim=1)
+    halves = []
+    for part in (slice(0, 6), slice(6, 12)):
+        probe = nn.Linear(inputs, outputs).double()
+        probe.load_state_dict(start.state_dict())
+        cross_entropy(probe(x[part]), y[part]).backward()
+        halves.append(torch.cat([probe.weight.grad, probe.bias.grad.unsqueeze(1)], dim=1))
+    difference = halves[0] - halves[1]
+    trace = project(gradient, difference, fisher, damped, reference, [])
+    before = torch.cat([start.weight, start.bias.unsqueeze(1)], dim=1)
+    after = torch.cat([moved[0], moved[1].unsqueeze(1)], dim=1)
+    assert distance([before - after], [trace.u]) < 1e-9
+
+
+def test_wide_layers_keep_no_square_of_the_width() -> None:
+    torch.manual_seed(0)
+    vocabulary = 20_000
+    model = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary))
+    optimizer = fop.FOP(model)
+    index, target = torch.randint(vocabulary, (6,)), torch.randint(vocabulary, (6,))
+    train(model, optimizer, [(index, target)] * 2)
+    for state in optimizer.state.values():
+        largest = max(v.numel() for v in state.values() if isinstance(v, Tensor))
+        assert largest <= 9 * vocabulary
+    report = fop.diagnostics(optimizer)
+    assert set(report) == {"0", "1"}
+    assert report["1"]["condition"] > 1
+
+
+@pytest.mark.parametrize("settings", MODES, ids=str)
+def test_diagonal_factors_resume_bit_for_bit(settings: dict[str, Any]) -> None:
+    data = [points(seed=seed) for seed in range(8)]
+    whole = mlp()
+    train(whole, fop.FOP(whole, max_factor_size=4, **settings), data)
+    first, second = mlp(), mlp(seed=3)
+    one = fop.FOP(first, max_factor_size=4, **settings)
+    two = fop.FOP(second, max_factor_size=4, **settings)
+    train(first, one, data[:3])
+    second.load_state_dict(first.state_dict())
+    two.load_state_dict(one.state_dict())
+    train(second, two, data[3:])
+    assert same(snapshot(second), snapshot(whole))
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=["max_norm", "by frequency"]
+)
+def test_embeddings_with_other_gradients_fall_back(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Embedding(V, D, **options), nn.Linear(D, CLASSES))
+    with caplog.at_level("INFO", logger="fop"):
+        optimizer = fop.FOP(model)
+    assert f"it has {next(iter(options))}=" in caplog.text
+    train(model, optimizer, [sentences((6,), 0)])
+    assert set(fop.diagnostics(optimizer)) == {"1"}
