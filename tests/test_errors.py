@@ -153,12 +153,16 @@ def test_layers_that_can_not_be_watched_fall_back_and_are_logged(
             self.attention = nn.MultiheadAttention(4, 2)
             self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
             self.encode = nn.Linear(4, 4)
-            self.decode = nn.Linear(4, 4)
-            self.decode.weight = self.encode.weight
+            self.decode = nn.Bilinear(4, 1, 4)
+            self.decode.weight = nn.Parameter(self.decode.weight.detach().squeeze())
+            self.encode.weight = self.decode.weight
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.attention(x, x, x)[0]
-            return self.decode(torch.relu(self.encode(self.normed(x))))
+            return (
+                linear(torch.relu(self.encode(self.normed(x))), self.decode.weight)
+                + self.decode.bias
+            )
 
     model = Model()
     with caplog.at_level("INFO", logger="fop"):
@@ -166,7 +170,7 @@ def test_layers_that_can_not_be_watched_fall_back_and_are_logged(
     messages = "\n".join(caplog.messages)
     assert "'attention.out_proj' is trained by the fallback rule: nn.MultiheadAttention" in messages
     assert "'normed' is trained by the fallback rule: its weight is computed" in messages
-    assert "'encode' is trained by the fallback rule: it shares parameters" in messages
+    assert "'encode' is trained by the fallback rule: it shares parameters with" in messages
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(torch.randn(3, 2, 4)).square().mean().backward()
     optimizer.step()

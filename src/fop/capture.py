@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fop.layers import Layer
+from fop.layers import Layer, NormLayer
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 
 
@@ -89,7 +89,7 @@ class LayerCapture:
         self.weight = weight
         self._bias = bias
         self.plan = plan
-        self.curvature_columns: int | None = None  # of the metric at hand; kept by the engine
+        self.curvature_shape: tuple[int, int] | None = None  # of the metric at hand, if any
         self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
         self.examples = [0, 0]
         self._passes = 0  # backward passes that reached p.grad since it was zeroed
@@ -103,16 +103,14 @@ class LayerCapture:
         return self._bias if self._bias is not None and self._bias.requires_grad else None
 
     @property
-    def columns(self) -> int:
-        """Columns of the layer's matrix: inputs, and one for a trained bias."""
-        return self.layer.input_width(self.weight) + (self.bias is not None)
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the layer's matrix, as trained at present."""
+        return self.layer.matrix_shape(self.weight, self.bias is not None)
 
     @property
     def wants_sums(self) -> bool:
         """When curvature is due, or the layer has none that fits it (yet, or after unfreezing)."""
-        return self.plan.curvature and (
-            self.plan.refresh_due or self.curvature_columns != self.columns
-        )
+        return self.plan.curvature and (self.plan.refresh_due or self.curvature_shape != self.shape)
 
     def tracks(self, module: nn.Module) -> bool:
         """Whether a call of the module has to be watched now."""
@@ -122,11 +120,20 @@ class LayerCapture:
             and module._parameters.get("weight") is self.weight
         )
 
-    def call(self, x: Tensor, output: Tensor) -> Tensor:
-        """The layer's output with the tracked backward."""
-        x = self.layer.prepare(x)
+    def call(
+        self, module: nn.Module, layer: Layer, curvature: bool, x: Tensor, output: Tensor
+    ) -> Tensor:
+        """The output of a module that uses the weight, with the tracked backward."""
+        if isinstance(layer, NormLayer):
+            statistics = layer.statistics(module)
+            observed: Tensor = ObservedCall.apply(  # type: ignore[no-untyped-call]
+                output, x.detach(), layer, statistics, weakref.ref(self)
+            )
+            return observed
+        x = layer.prepare(x)
+        bias = module._parameters.get("bias")
         result: Tensor = TrackedCall.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self._bias, self.layer, weakref.ref(self), (output,)
+            x, self.weight, bias, layer, curvature, weakref.ref(self), (output,)
         )
         return result
 
@@ -173,26 +180,27 @@ class LayerCapture:
             torch._foreach_add_(pending.signed, gradients)
         pending.first, pending.second = max(pending.first, first), max(pending.second, second)
 
-    def hold_sums(self, x: Tensor, grad: Tensor) -> None:
+    def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
         pending = self._current()
         if pending.sums is None:
             pending.sums = PassSums(self._factor_form(), self.plan.sharing)
         if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
-            rows = self.layer.input_rows(x, grad)
-            if self.layer.indexed:
-                pending.sums.add_indices(rows, self.columns)
+            rows = layer.input_rows(x, grad)
+            if layer.indexed:
+                pending.sums.add_indices(rows, self.shape[1])
             else:
                 pending.sums.add_inputs(rows)
-        pending.sums.add_outputs(self.layer.output_rows(grad))
+        pending.sums.add_outputs(layer.output_rows(grad))
 
     def _factor_form(self) -> FactorForm:
         widest = self.plan.max_factor_size
+        rows, columns = self.shape
         return FactorForm(
             dtype=factor_dtype(self.weight.dtype),
-            has_bias=self.bias is not None,
-            diagonal_inputs=self.layer.indexed or self.columns > widest,
-            diagonal_outputs=self.layer.output_width(self.weight) > widest,
+            has_bias=self.bias is not None and self.layer.bias_column,
+            diagonal_inputs=self.layer.indexed or columns > widest,
+            diagonal_outputs=rows > widest,
         )
 
     def close_extra_pass(self) -> None:
@@ -264,11 +272,12 @@ class TrackedCall(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         layer: Layer,
+        curvature: bool,
         capture: weakref.ref[LayerCapture],
         output: tuple[Tensor],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.capture = layer, capture
+        ctx.layer, ctx.curvature, ctx.capture = layer, curvature, capture
         return output[0].detach()
 
     @staticmethod
@@ -288,17 +297,51 @@ class TrackedCall(torch.autograd.Function):
                     layer.input_gradient(outputs, inputs, weights).reshape(x.shape).to(x.dtype)
                 )
             if capture is not None and capture.plan.extra_pass_of is not None:
-                if capture.wants_sums:
+                if ctx.curvature and capture.wants_sums:
                     with torch.no_grad():
-                        capture.hold_sums(inputs, outputs)
-                return of_input, None, None, None, None, None
+                        capture.hold_sums(layer, inputs, outputs)
+                return of_input, None, None, None, None, None, None
             parts = _Gradients(layer, inputs, outputs, weights, weight, needs_weight, needs_bias)
-            gradients = (
-                parts.total() if capture is None else _capture(capture, parts, inputs, outputs)
-            )
+            if capture is None:
+                gradients = parts.total()
+            else:
+                gradients = _capture(capture, parts, curvature=ctx.curvature)
             of_weight = gradients[0] if needs_weight else None
             of_bias = gradients[-1] if needs_bias else None
-        return of_input, of_weight, of_bias, None, None, None
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
+class ObservedCall(torch.autograd.Function):
+    """One call of a layer whose backward stays autograd's: hands output and gradient on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        x: Tensor,
+        layer: NormLayer,
+        statistics: Any,
+        capture: weakref.ref[LayerCapture],
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.statistics, ctx.capture = layer, statistics, capture
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        capture: LayerCapture | None = ctx.capture()
+        if capture is not None:
+            with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+                layer, weight, has_bias = ctx.layer, capture.weight, capture.bias is not None
+                examples = layer.example_gradients(
+                    *ctx.saved_tensors, grad, ctx.statistics, has_bias
+                )
+                if capture.plan.extra_pass_of is None:
+                    parts = _Gradients(layer, examples, examples, weight, weight, True, has_bias)
+                    _capture(capture, parts, curvature=True)
+                elif capture.wants_sums:
+                    capture.hold_sums(layer, examples, examples)
+        return grad, None, None, None, None
 
 
 @dataclass
@@ -323,37 +366,43 @@ class _Gradients:
         return [gradient.to(self.parameter.dtype) for gradient in gradients]
 
 
-def _capture(
-    capture: LayerCapture, parts: _Gradients, inputs: Tensor, outputs: Tensor
-) -> list[Tensor]:
+def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> list[Tensor]:
     """The parameter gradients of a call, leaving in `capture` what it wants of it."""
     plan = capture.plan
-    n = inputs.shape[0]
+    n = parts.inputs.shape[0]
     first = capture.first_half(n) if plan.halves == "samples" else n
+    # A bias that belongs to this module alone is not part of a tied block.
+    count = 1 if capture.bias is None else 2
     if plan.halves == "samples" and 0 < first < n:
         one, two = parts.total(slice(0, first)), parts.total(slice(first, n))
         gradients = [a + b for a, b in zip(one, two, strict=True)]
         with torch.no_grad():
-            capture.hold_gradient(
-                [a.detach().sub_(b) for a, b in zip(one, two, strict=True)], first, n - first
-            )
+            signed = [a.detach().sub_(b) for a, b in zip(one[:count], two[:count], strict=True)]
+            capture.hold_gradient(signed, first, n - first)
     else:
         gradients = parts.total()
         if plan.halves != "none":
             sign = 1 if first == n else -1
-            copies = [gradient.detach() * sign for gradient in gradients]
+            copies = [gradient.detach() * sign for gradient in gradients[:count]]
             capture.hold_gradient(copies, first, n - first)
-    if plan.empirical and capture.wants_sums:
+    if curvature and plan.empirical and capture.wants_sums:
         with torch.no_grad():
-            capture.hold_sums(inputs, outputs)
+            capture.hold_sums(parts.layer, parts.inputs, parts.outputs)
     return gradients
 
 
 class LayerHook:
-    """The forward hook on a layer. Holds the capture weakly; a copied or pickled hook is inert."""
+    """The forward hook on a module. Holds the capture weakly; a copied or pickled hook is inert."""
 
-    def __init__(self, capture: LayerCapture | None) -> None:
+    def __init__(
+        self,
+        capture: LayerCapture | None = None,
+        layer: Layer | None = None,
+        curvature: bool = True,
+    ) -> None:
         self._capture = weakref.ref(capture) if capture is not None else None
+        self._layer = layer
+        self._curvature = curvature
 
     @property
     def alive(self) -> bool:
@@ -367,22 +416,30 @@ class LayerHook:
         if self._capture is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         capture = self._capture()
-        if capture is None or not capture.tracks(module):
+        if capture is None or self._layer is None or not capture.tracks(module):
             return None
-        return capture.call(args[0] if args else kwargs["input"], output)
+        x = args[0] if args else kwargs["input"]
+        return capture.call(module, self._layer, self._curvature, x, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
-        return LayerHook(None)
+        return LayerHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerHook, (None,)
+        return LayerHook, ()
 
 
-def attach(module: nn.Module, capture: LayerCapture) -> list[RemovableHandle]:
-    """Start watching a module; the handles stop it."""
+def watch_module(
+    module: nn.Module, capture: LayerCapture, layer: Layer, curvature: bool
+) -> RemovableHandle:
+    """Start watching the calls of a module; the handle stops it."""
+    hook = LayerHook(capture, layer, curvature)
     # First in line, so that hooks of the user that change the output stay part of the graph after
     # the layer's own.
-    hook = module.register_forward_hook(LayerHook(capture), prepend=True, with_kwargs=True)
+    return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+
+
+def watch_gradient(capture: LayerCapture) -> RemovableHandle:
+    """Start watching what reaches the gradient of a weight; the handle stops it."""
     reference = weakref.ref(capture)
 
     def commit(weight: Tensor) -> None:
@@ -390,12 +447,12 @@ def attach(module: nn.Module, capture: LayerCapture) -> list[RemovableHandle]:
         if alive is not None:
             alive.commit(weight)
 
-    weight, frozen = capture.weight, not capture.weight.requires_grad
+    weight, trained = capture.weight, capture.weight.requires_grad
     # Torch takes such a hook only while a parameter is trained; a frozen one may be thawed later.
     weight.requires_grad_(True)
-    accumulation = weight.register_post_accumulate_grad_hook(commit)
-    weight.requires_grad_(not frozen)
-    return [hook, accumulation]
+    handle: RemovableHandle = weight.register_post_accumulate_grad_hook(commit)
+    weight.requires_grad_(trained)
+    return handle
 
 
 def is_watched(module: nn.Module) -> bool:

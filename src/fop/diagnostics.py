@@ -74,7 +74,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         if gradients is not None:
             entry |= _gradient_terms(block, *gradients)
         if "damping" in state:
-            spectrum = _spectrum(state, engine.settings.damping_mode)
+            spectrum = _spectrum(state, exact="input_eigenvalues" in state)
             entry |= spectrum.conditions()
             if gradients is not None:
                 entry |= spectrum.kl_terms(*gradients, entry)
@@ -176,11 +176,11 @@ class _Spectrum:
         }
 
 
-def _spectrum(state: dict[str, Any], damping_mode: str) -> _Spectrum:
+def _spectrum(state: dict[str, Any], *, exact: bool) -> _Spectrum:
     inputs, outputs = state["input_factor"].double(), state["output_factor"].double()
     (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
     fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
-    if damping_mode == "exact":
+    if exact:
         damped = fisher + state["damping"]
     else:
         of_input, of_output = factored_shifts(inputs, outputs, state["damping"])

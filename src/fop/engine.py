@@ -38,6 +38,11 @@ class Block:
 
     name: str
     capture: LayerCapture
+    curvature: Curvature
+
+    def ready(self, state: State) -> bool:
+        """Whether there is curvature that fits the layer as it is trained at present."""
+        return self.curvature.ready(state.get(self.weight, {}), self.capture.shape)
 
     @property
     def layer(self) -> Layer:
@@ -95,7 +100,9 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.curvature: Curvature = make_curvature(settings.curvature, settings.damping_mode)
+        self._curvature = make_curvature(settings.curvature, settings.damping_mode)
+        # The blocks of a norm layer are small enough to be damped exactly in any case.
+        self._unitwise = make_curvature(settings.curvature, "exact")
         halves = "samples" if settings.halves == "auto" else settings.halves
         self.plan = CapturePlan(
             halves=halves if settings.needs_halves else "none",
@@ -110,13 +117,20 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self._said_no_halves = False
 
+    def add(self, name: str, capture: LayerCapture) -> None:
+        curvature = self._unitwise if capture.layer.observed else self._curvature
+        self.blocks.append(Block(name, capture, curvature))
+
+    @property
+    def curvature_keys(self) -> set[str]:
+        """Names of what curvature keeps in the optimizer's state."""
+        return {*self._curvature.keys, *self._unitwise.keys}
+
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
         self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
         for block in self.blocks:
-            columns = block.capture.columns
-            ready = self.curvature.ready(state.get(block.weight, {}), columns)
-            block.capture.curvature_columns = columns if ready else None
+            block.capture.curvature_shape = block.capture.shape if block.ready(state) else None
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
@@ -160,11 +174,7 @@ class Engine:
         if not self.plan.curvature:
             return
         for block in active:
-            capture = block.capture
-            if not (
-                capture.has_sums()
-                or self.curvature.ready(state.get(block.weight, {}), capture.columns)
-            ):
+            if not (block.capture.has_sums() or block.ready(state)):
                 raise RuntimeError(
                     f"layer {block.name!r} has a gradient, but no backward pass through the module "
                     "was seen, so there is no curvature to precondition it with. Either the layer "
@@ -198,7 +208,7 @@ class Engine:
         if not bool(healthy):
             return True
         settings = self.settings
-        jobs = []
+        jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
         for block, sums in fresh:
             # Extra passes differentiate each example's own loss, unscaled; training passes
             # differentiate the user's.
@@ -214,13 +224,14 @@ class Engine:
                 scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
                 outputs.mul_(scale.to(outputs) ** 2)
             own = state[block.weight]
-            self.curvature.absorb(own, sums.inputs.mul_(of_inputs), outputs, settings.factor_decay)
-            jobs.append(RefreshJob(own, options[block.weight]["damping"]))
-        failed = [
-            block.name
-            for (block, _), done in zip(fresh, self.curvature.refresh(jobs), strict=True)
-            if not done
-        ]
+            inputs = sums.inputs.mul_(of_inputs)
+            block.curvature.absorb(own, inputs, outputs, settings.factor_decay)
+            job = RefreshJob(own, options[block.weight]["damping"])
+            jobs.setdefault(block.curvature, []).append((block, job))
+        failed = []
+        for curvature, pairs in jobs.items():
+            done = curvature.refresh([job for _, job in pairs])
+            failed += [block.name for (block, _), fine in zip(pairs, done, strict=True) if not fine]
         if failed:
             warnings.warn(
                 f"the curvature of {', '.join(map(repr, failed))} could not be inverted, not even "
@@ -243,9 +254,9 @@ class Engine:
         alignments: list[Tensor] = []
         self.coefficients, self.clip = {}, None
         for block in active:
-            own = state.get(block.weight, {})
-            if self.curvature.ready(own, block.capture.columns):
-                update, found = self._direction(block, gradients, self.curvature.metric(own))
+            if block.ready(state):
+                metric = block.curvature.metric(state[block.weight])
+                update, found = self._direction(block, gradients, metric)
                 directions.append((block, update))
                 self.coefficients[block.name] = found
                 alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)

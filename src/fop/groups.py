@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,38 +19,85 @@ logger = logging.getLogger("fop")
 GROUP_OPTIONS = frozenset({"lr", "momentum", "weight_decay", "nesterov", "damping"})
 
 Skip = str | type[nn.Module] | nn.Module
-NamedLayer = tuple[str, nn.Module, Layer]
 
 
-def find_layers(model: nn.Module, skip: Skip | Iterable[Skip]) -> list[NamedLayer]:
-    """The modules to precondition, in the order of `model.named_modules()`."""
+@dataclass(frozen=True)
+class Use:
+    """A module that uses a weight, and whether its inputs and outputs enter the curvature."""
+
+    module: nn.Module
+    layer: Layer
+    curvature: bool = True
+
+
+@dataclass(frozen=True)
+class FoundLayer:
+    """A weight to precondition, its bias, and the modules that use it: several if it is tied."""
+
+    name: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    uses: tuple[Use, ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -> list[FoundLayer]:
+    """The layers to precondition, in the order of `model.named_modules()`."""
     rules = _skip_rules(model, skip)
-    uses = _parameter_uses(model)
-    found: list[NamedLayer] = []
+    skipped = {m for name, m in model.named_modules() if any(_skips(r, name, m) for r in rules)}
     inside_attention = _children_of_attention(model)
+    owners = _owners(model)
+    found: dict[nn.Parameter | None, FoundLayer] = {}
     for name, module in model.named_modules():
-        layer = layer_for(module)
-        if layer is None or any(_skips(rule, name, module) for rule in rules):
+        layer, weight = layer_for(module, norms=norms), module._parameters.get("weight")
+        if layer is None or module in skipped or weight in found:
             continue
-        reason = None
-        own = [
-            p
-            for p in (module._parameters.get("weight"), module._parameters.get("bias"))
-            if p is not None
-        ]
-        if module._parameters.get("weight") is None:
-            reason = "its weight is computed by a parametrization"
+        sharing = owners.get(weight, []) if weight is not None else []
+        uses = _uses(sharing, norms=norms)
+        if weight is None:
+            reason: str | None = "its weight is computed by a parametrization"
         elif module in inside_attention:
             reason = "nn.MultiheadAttention uses it without calling it"
-        elif any(uses[parameter] > 1 for parameter in own):
-            reason = "it shares parameters with another module"
+        elif uses is None or not skipped.isdisjoint(sharing):
+            reason = "it shares parameters with a module that is not preconditioned"
         else:
             reason = layer.refusal(module)
-        if reason is None:
-            found.append((name, module, layer))
-        else:
+        if reason is not None or weight is None or uses is None:
             logger.info("layer %r is trained by the fallback rule: %s", name, reason)
-    return found
+            continue
+        found[weight] = FoundLayer(name, weight, _common_bias(uses, owners), uses)
+    return list(found.values())
+
+
+def _uses(modules: list[nn.Module], *, norms: bool) -> tuple[Use, ...] | None:
+    """How the modules that share a weight use it; None where they can't be combined.
+
+    Modules of one type are like further calls of one module. An embedding tied to an output layer
+    has the roles of inputs and outputs exchanged: its gradient counts, and the curvature is that of
+    the output layer.
+    """
+    pairs: list[tuple[Layer, nn.Module]] = []
+    for module in modules:
+        layer = layer_for(module, norms=norms)
+        if layer is None:
+            return None
+        pairs.append((layer, module))
+    pairs.sort(key=lambda pair: pair[0].indexed)  # stable: layers with real inputs lead
+    leading = type(pairs[0][0]) if pairs else None
+    if any(type(layer) is not leading and not layer.indexed for layer, _ in pairs):
+        return None
+    return tuple(Use(module, layer, curvature=type(layer) is leading) for layer, module in pairs)
+
+
+def _common_bias(
+    uses: Sequence[Use], owners: Mapping[nn.Parameter, list[nn.Module]]
+) -> nn.Parameter | None:
+    """The bias that all modules of a weight share and no other has; others follow the fallback."""
+    biases = {use.module._parameters.get("bias") for use in uses}
+    bias = biases.pop() if len(biases) == 1 else None
+    return bias if bias is not None and len(owners[bias]) == len(uses) else None
 
 
 def check_model(model: object) -> nn.Module:
@@ -193,13 +241,14 @@ def _skips(rule: Skip, name: str, module: nn.Module) -> bool:
     return isinstance(module, rule) if isinstance(rule, type) else module is rule
 
 
-def _parameter_uses(model: nn.Module) -> dict[nn.Parameter, int]:
-    uses: dict[nn.Parameter, int] = {}
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that hold each parameter."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                uses[parameter] = uses.get(parameter, 0) + 1
-    return uses
+                owners.setdefault(parameter, []).append(module)
+    return owners
 
 
 def _children_of_attention(model: nn.Module) -> set[nn.Module]:

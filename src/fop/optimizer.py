@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fop.capture import LayerCapture, attach, is_watched
-from fop.engine import Block, Engine
+from fop.capture import LayerCapture, is_watched, watch_gradient, watch_module
+from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
-from fop.groups import Skip, build_groups, check_model, find_layers
+from fop.groups import FoundLayer, Skip, build_groups, check_model, find_layers
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
 
@@ -46,16 +46,18 @@ class SecondOrderOptimizer(Optimizer):
         self._model = check_model(model)
         self._settings = settings
         self._skip = skip
-        layers = find_layers(self._model, skip)
-        preconditioned = {p for _, module, _ in layers for p in module.parameters(recurse=False)}
+        layers = find_layers(self._model, skip, norms=settings.norms == "unitwise")
+        preconditioned = {parameter for found in layers for parameter in found.parameters()}
         fallback = _fallback_options(settings.fallback, fallback_lr)
         groups = build_groups(self._model, preconditioned, param_groups, fallback)
         super().__init__(groups, {**defaults, "steps": 0, "refresh_overdue": False})
         self._attach(layers)
 
-    def _attach(self, layers: Sequence[tuple[str, nn.Module, Any]]) -> None:
+    def _attach(self, layers: Sequence[FoundLayer]) -> None:
         """Build the engine and watch the layers; the hooks go when the optimizer does."""
-        taken = [name for name, module, _ in layers if is_watched(module)]
+        taken = [
+            found.name for found in layers if any(is_watched(use.module) for use in found.uses)
+        ]
         if taken:
             raise RuntimeError(
                 f"layer {taken[0]!r} is already trained by another fop optimizer: keep one "
@@ -64,13 +66,16 @@ class SecondOrderOptimizer(Optimizer):
             )
         self._engine = Engine(self._settings)
         handles: list[RemovableHandle] = []
-        for name, module, layer in layers:
-            weight, bias = module._parameters["weight"], module._parameters.get("bias")
-            assert weight is not None
-            capture = LayerCapture(layer, weight, bias, self._engine.plan)
-            self._engine.blocks.append(Block(name, capture))
-            if self._engine.plan.curvature or self._engine.plan.halves != "none":
-                handles += attach(module, capture)
+        watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
+        for found in layers:
+            layer = found.uses[0].layer
+            capture = LayerCapture(layer, found.weight, found.bias, self._engine.plan)
+            self._engine.add(found.name, capture)
+            if watching:
+                handles.append(watch_gradient(capture))
+                handles += [
+                    watch_module(u.module, capture, u.layer, u.curvature) for u in found.uses
+                ]
         settings = self._settings
         self._extra_pass = None
         if self._engine.plan.curvature and settings.fisher != "empirical":
@@ -146,7 +151,7 @@ class SecondOrderOptimizer(Optimizer):
         order = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(order, parameters, strict=True):
-            for key in self._engine.curvature.keys:
+            for key in self._engine.curvature_keys:
                 value = state_dict["state"].get(number, {}).get(key)
                 if isinstance(value, Tensor):
                     self.state[parameter][key] = value.detach().clone().to(parameter.device)
@@ -169,7 +174,8 @@ class SecondOrderOptimizer(Optimizer):
         if (
             "_model" in state
         ):  # unpickled or copied; load_state_dict also comes through here, without it
-            self._attach(find_layers(self._model, self._skip))
+            norms = self._settings.norms == "unitwise"
+            self._attach(find_layers(self._model, self._skip, norms=norms))
 
     def __repr__(self) -> str:
         layers = len(self._engine.blocks)
@@ -221,6 +227,9 @@ class FOP(SecondOrderOptimizer):
         curvature: "kronecker", or "identity" for none.
         fallback: Rule for all other parameters: "sgd" with the options above, or "adamw".
         fallback_lr: Learning rate of the fallback; by default `lr` for "sgd" and 1e-3 for "adamw".
+        norms: Normalisation layers by the "fallback", or "unitwise": with the exact curvature of
+            each
+            scale and shift, a 2 x 2 matrix.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
             their own lr, momentum,
@@ -253,6 +262,7 @@ class FOP(SecondOrderOptimizer):
         curvature: Literal["kronecker", "identity"] = "kronecker",
         fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_lr: float | None = None,
+        norms: Literal["fallback", "unitwise"] = "fallback",
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -272,6 +282,7 @@ class FOP(SecondOrderOptimizer):
             halves=halves,
             curvature=curvature,
             fallback=fallback,
+            norms=norms,
             decoupled_weight_decay=decoupled_weight_decay,
         )
         options = {
@@ -309,6 +320,7 @@ class KFAC(SecondOrderOptimizer):
         curvature: Literal["kronecker", "identity"] = "kronecker",
         fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_lr: float | None = None,
+        norms: Literal["fallback", "unitwise"] = "fallback",
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -326,6 +338,7 @@ class KFAC(SecondOrderOptimizer):
             loss_reduction=loss_reduction,
             curvature=curvature,
             fallback=fallback,
+            norms=norms,
             decoupled_weight_decay=decoupled_weight_decay,
         )
         options = {

@@ -38,6 +38,7 @@ class Settings:
     halves: str = "auto"
     curvature: str = "kronecker"
     fallback: str = "sgd"
+    norms: str = "fallback"
     decoupled_weight_decay: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +51,7 @@ class Settings:
         _one_of("halves", self.halves, ("auto", "samples", "microbatches"))
         _one_of("curvature", self.curvature, ("kronecker", "identity"))
         _one_of("fallback", self.fallback, ("sgd", "adamw"))
+        _one_of("norms", self.norms, ("fallback", "unitwise"))
         _flag("decoupled_weight_decay", self.decoupled_weight_decay)
         _number("factor_decay", self.factor_decay, low=0.0, high=1.0, high_open=True)
         if self.kl_clip is not None:

@@ -39,8 +39,8 @@ class Curvature(Protocol):
         """Renew what `metric` needs. False where that failed and the layer keeps what it had."""
         ...
 
-    def ready(self, state: CurvatureState, columns: int) -> bool:
-        """Whether `metric` can be had for a layer matrix with so many columns."""
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+        """Whether `metric` can be had for a layer matrix of so many rows and columns."""
         ...
 
     def metric(self, state: CurvatureState) -> Metric: ...

@@ -19,7 +19,7 @@ class Identity:
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         return [True] * len(jobs)
 
-    def ready(self, state: CurvatureState, columns: int) -> bool:
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         return True
 
     def metric(self, state: CurvatureState) -> Metric:

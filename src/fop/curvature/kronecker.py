@@ -37,6 +37,13 @@ def _both_sides(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
     return linalg.from_right(linalg.from_left(left, v), right)
 
 
+def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) -> bool:
+    """Whether the state holds both sides for a layer matrix of this shape."""
+    if left not in state or right not in state:
+        return False
+    return (state[left].shape[-1], state[right].shape[-1]) == shape
+
+
 class _KroneckerFactors:
     """The moving averages, common to both ways of damping."""
 
@@ -76,8 +83,8 @@ class FactoredKronecker(_KroneckerFactors):
                 )
         return outcome
 
-    def ready(self, state: CurvatureState, columns: int) -> bool:
-        return "input_inverse" in state and state["input_inverse"].shape[-1] == columns
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+        return _fits(state, "output_inverse", "input_inverse", shape)
 
     def metric(self, state: CurvatureState) -> Metric:
         return _FactoredMetric(
@@ -136,8 +143,8 @@ class EigenKronecker(_KroneckerFactors):
                 job.state["damping"] = job.damping
         return outcome
 
-    def ready(self, state: CurvatureState, columns: int) -> bool:
-        return "input_eigenvalues" in state and state["input_eigenvalues"].shape[-1] == columns
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+        return _fits(state, "output_eigenvalues", "input_eigenvalues", shape)
 
     def metric(self, state: CurvatureState) -> Metric:
         eigenvalues = state["output_eigenvalues"].unsqueeze(-1) * state[

@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fop.optimizer import FOP
+from fop.optimizer import FOP, KFAC
 
 
 class SecondOrderMixin:
     """`class FOPTrainer(SecondOrderMixin, Trainer): optimizer_options = {"damping": 1e-2}`."""
 
-    optimizer_type: Callable[..., Optimizer] = FOP
+    optimizer_type: type[FOP] | type[KFAC] = FOP
     optimizer_options: Mapping[str, Any] = {}
 
     # What the mixin uses of transformers.Trainer.

@@ -24,6 +24,8 @@ class Layer(ABC):
 
     groups: int = 1
     indexed: bool = False  # inputs are indices that stand for one-hot rows
+    observed: bool = False  # autograd's own backward stays; only `example_gradients` are taken
+    bias_column: bool = True  # the bias is the matrix's last column, for a constant input 1
 
     @abstractmethod
     def __init__(self, module: nn.Module) -> None: ...
@@ -65,13 +67,10 @@ class Layer(ABC):
     def output_rows(self, grad: Tensor) -> Tensor:
         """[n, groups, s, o]"""
 
-    def input_width(self, weight: Tensor) -> int:
-        """i, columns of the matrix without a bias."""
-        return weight[0].numel()
-
-    def output_width(self, weight: Tensor) -> int:
-        """o, rows of the matrix of one group."""
-        return self.to_matrix(weight, None).shape[1]
+    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+        """Rows and columns of the matrix of one group."""
+        rows = weight.shape[0] // self.groups
+        return rows, weight[0].numel() + has_bias
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[groups, o, i (+1)] from tensors shaped like the weight and the bias."""

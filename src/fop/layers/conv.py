@@ -152,8 +152,9 @@ class ConvTransposeLayer(_AnyConvolution):
 
     # The weight is [inputs, outputs of a group, *kernel].
 
-    def input_width(self, weight: Tensor) -> int:
-        return weight.shape[0] // self.groups * math.prod(self.kernel)
+    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+        inputs = weight.shape[0] // self.groups
+        return weight.shape[1], inputs * math.prod(self.kernel) + has_bias
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:]).transpose(1, 2)
