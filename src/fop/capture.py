@@ -392,7 +392,11 @@ def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> li
 
 
 class LayerHook:
-    """The forward hook on a module. Holds the capture weakly; a copied or pickled hook is inert."""
+    """The forward hook on a module. Holds the capture weakly; a copied or pickled hook is inert.
+
+    What is captured is a Python side effect, which a compiled graph can't hold: torch.compile has
+    to break its graph here. (Disabling is left to construction, because it makes torch import its
+    compiler.)"""
 
     def __init__(
         self,
@@ -403,6 +407,7 @@ class LayerHook:
         self._capture = weakref.ref(capture) if capture is not None else None
         self._layer = layer
         self._curvature = curvature
+        self._track = torch.compiler.disable(_track) if capture is not None else None
 
     @property
     def alive(self) -> bool:
@@ -411,21 +416,33 @@ class LayerHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        # Tracing keeps no Python side effects: inside a compiled graph a layer runs untracked, and
-        # step() says so.
-        if self._capture is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._track is None or not torch.is_grad_enabled():
             return None
-        capture = self._capture()
-        if capture is None or self._layer is None or not capture.tracks(module):
-            return None
-        x = args[0] if args else kwargs["input"]
-        return capture.call(module, self._layer, self._curvature, x, output)
+        tracked: Tensor | None = self._track(
+            self._capture, self._layer, self._curvature, module, args, kwargs, output
+        )
+        return tracked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
         return LayerHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerHook, ()
+
+
+def _track(
+    reference: weakref.ref[LayerCapture],
+    layer: Layer,
+    curvature: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> Tensor | None:
+    capture = reference()
+    if capture is None or not capture.tracks(module):
+        return None
+    return capture.call(module, layer, curvature, args[0] if args else kwargs["input"], output)
 
 
 def watch_module(

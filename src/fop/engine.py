@@ -177,9 +177,10 @@ class Engine:
             if not (block.capture.has_sums() or block.ready(state)):
                 raise RuntimeError(
                     f"layer {block.name!r} has a gradient, but no backward pass through the module "
-                    "was seen, so there is no curvature to precondition it with. Either the layer "
-                    "runs inside a torch.compile graph, which bypasses module hooks (train it "
-                    "uncompiled), or its weight is used without calling the module "
+                    "was seen, so there is no curvature to precondition it with. Either the model "
+                    "was compiled by torch.compile and called before the optimizer was built, and "
+                    "its graph has no hooks (build the optimizer first, or call "
+                    "torch.compiler.reset()), or its weight is used without calling the module "
                     "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand. Call "
                     f"the module, or pass skip=[{block.name!r}] to train it by the fallback rule."
                 )

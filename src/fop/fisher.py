@@ -165,33 +165,37 @@ class _OutputProbe(torch.autograd.Function):
 
 
 class OutputHook:
-    """The forward hook on the model; like `LayerHook` it is inert in a copy."""
+    """The forward hook on the model; like `LayerHook` it is inert in a copy and never compiled."""
 
-    def __init__(self, extra_pass: ExtraPass | None) -> None:
+    def __init__(self, extra_pass: ExtraPass | None = None) -> None:
         self._extra_pass = weakref.ref(extra_pass) if extra_pass is not None else None
+        self._probe = torch.compiler.disable(_probe) if extra_pass is not None else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
-        extra_pass = self._extra_pass() if self._extra_pass is not None else None
-        if extra_pass is None or self._extra_pass is None or not torch.is_grad_enabled():
+        if self._probe is None or not torch.is_grad_enabled():
             return None
-        if torch.compiler.is_compiling() or not extra_pass.wanting():
-            return None
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                'fisher="mc" and "exact" need a model that returns one tensor, but '
-                f"{type(module).__name__} returned {type(output).__name__}: wrap the model so "
-                'that it returns its logits, or use fisher="empirical"'
-            )
-        probed: Tensor = _OutputProbe.apply(  # type: ignore[no-untyped-call]
-            output, self._extra_pass
-        )
+        probed: Tensor | None = self._probe(self._extra_pass, module, output)
         return probed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputHook:
-        return OutputHook(None)
+        return OutputHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OutputHook, (None,)
+        return OutputHook, ()
+
+
+def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> Tensor | None:
+    extra_pass = reference()
+    if extra_pass is None or not extra_pass.wanting():
+        return None
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            'fisher="mc" and "exact" need a model that returns one tensor, but '
+            f"{type(module).__name__} returned {type(output).__name__}: wrap the model so "
+            'that it returns its logits, or use fisher="empirical"'
+        )
+    probed: Tensor = _OutputProbe.apply(output, reference)  # type: ignore[no-untyped-call]
+    return probed
 
 
 def attach_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:

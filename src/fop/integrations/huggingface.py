@@ -1,8 +1,8 @@
 """The Hugging Face `Trainer` builds optimizers from parameters; fop's need the model.
 
-`Trainer(optimizers=(fop.FOP(model, lr=0.1), None))` works as it is. The mixin adds what Trainer does
-for its own optimizers: learning rate and weight decay come from the `TrainingArguments`, and biases
-and norms are not decayed.
+`Trainer(model, args, optimizers=(fop.FOP(model, lr=0.1), None))` works as it is. The mixin adds
+what Trainer does for its own optimizers: learning rate and weight decay come from the
+`TrainingArguments`, and biases and norms are not decayed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from fop.optimizer import FOP, KFAC
 
 
 class SecondOrderMixin:
-    """`class FOPTrainer(SecondOrderMixin, Trainer): optimizer_options = {"damping": 1e-2}`."""
+    """Goes before the trainer: `class FOPTrainer(SecondOrderMixin, Trainer): ...`.
 
-    optimizer_type: type[FOP] | type[KFAC] = FOP
-    optimizer_options: Mapping[str, Any] = {}
+    Further options of the optimizer are then given as
+    `FOPTrainer(model, args, ..., optimizer_options={"damping": 1e-2})`.
+    """
 
     # What the mixin uses of transformers.Trainer.
     model: nn.Module
@@ -28,17 +29,27 @@ class SecondOrderMixin:
     optimizer: Optimizer | None
     get_decay_parameter_names: Callable[[nn.Module], Collection[str]]
 
+    def __init__(
+        self,
+        *args: Any,
+        optimizer_type: type[FOP] | type[KFAC] = FOP,
+        optimizer_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer_type = optimizer_type
+        self.optimizer_options = dict(optimizer_options or {})
+        super().__init__(*args, **kwargs)
+
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Called by Trainer once the model is in place; an optimizer given to it has precedence."""
         if self.optimizer is None:
             model = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(model))
             others = [p for name, p in model.named_parameters() if name not in decayed]
-            self.optimizer = self.optimizer_type(
-                model,
-                lr=self.args.learning_rate,
-                weight_decay=self.args.weight_decay,
-                param_groups=[{"params": others, "weight_decay": 0.0}],
-                **self.optimizer_options,
-            )
+            options = {
+                "lr": self.args.learning_rate,
+                "weight_decay": self.args.weight_decay,
+                "param_groups": [{"params": others, "weight_decay": 0.0}],
+            }
+            self.optimizer = self.optimizer_type(model, **{**options, **self.optimizer_options})
         return self.optimizer
