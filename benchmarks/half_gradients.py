@@ -1,4 +1,4 @@
-"""What the two half-batch gradients cost: forward and backward of a watched model against a plain one.
+"""What the half-batch gradients cost: forward and backward of a watched against a plain model.
 
 Both are measured in turn in one process, on one thread, as CPU time, on steps that renew no
 curvature. The ratio of the medians is the figure; the spread is that of the ratio of neighbours.
@@ -9,6 +9,7 @@ curvature. The ratio of the medians is the figure; the spread is that of the rat
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -38,7 +39,7 @@ def cnn() -> tuple[nn.Module, Tensor]:
 def deep_cnn() -> tuple[nn.Module, Tensor]:
     layers: list[nn.Module] = []
     widths = [3, 32, 32, 64, 64, 128]
-    for index, (i, o) in enumerate(zip(widths, widths[1:], strict=False)):
+    for index, (i, o) in enumerate(itertools.pairwise(widths)):
         stride = 2 if index in (2, 4) else 1
         layers += [nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU(True)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
@@ -73,10 +74,11 @@ def main() -> None:
                 plain.append(without)
                 watched.append(with_halves)
         ratios = [a / b for a, b in zip(watched, plain, strict=True)]
+        low, _, high = statistics.quantiles(ratios)
         print(
             f"{build.__name__:9} plain {statistics.median(plain) * 1e3:7.1f} ms   ratio "
             f"{statistics.median(watched) / statistics.median(plain):.3f}   "
-            f"(quartiles {statistics.quantiles(ratios)[0]:.3f} to {statistics.quantiles(ratios)[2]:.3f})"
+            f"(quartiles {low:.3f} to {high:.3f})"
         )
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fop.capture import LayerCapture, is_watched, watch_gradient, watch_module
+from fop.capture import LayerCapture
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import FoundLayer, Skip, build_groups, check_model, find_layers
+from fop.hooks import is_watched, watch_gradient, watch_module
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
 
