@@ -1,0 +1,8 @@
+"""The command line: ``fop-bench COMMAND``. Commands translate options and print; the work is done
+elsewhere.
+"""
+
+from fop_bench.cli import running, showing
+from fop_bench.cli.app import app
+
+__all__ = ["app", "running", "showing"]

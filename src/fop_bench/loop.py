@@ -1,0 +1,169 @@
+"""One training loop for all methods, recorded so that it can be killed at any moment and resumed.
+
+A run that is resumed writes the same metrics file as one that was never interrupted, but for the
+wall-clock fields.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from fop_bench.checkpoint import load_checkpoint, save_checkpoint
+from fop_bench.config import RunConfig, differences
+from fop_bench.events import EventLog
+from fop_bench.progress import Reporter
+from fop_bench.records import (
+    CHECKPOINT,
+    META,
+    SCHEMA,
+    Run,
+    machine,
+    now,
+    read_run,
+    remove_leftovers,
+    versions,
+    write_meta,
+    write_metrics,
+)
+from fop_bench.training import DivergedError, Runtime, Training
+
+if TYPE_CHECKING:
+    from fop_bench.data.splits import Splits
+    from fop_bench.workloads import Workload
+
+__all__ = ["RunExistsError", "Runtime", "load_splits", "open_run", "train"]
+
+
+class RunExistsError(RuntimeError):
+    """The run directory holds something already."""
+
+
+def train(
+    config: RunConfig,
+    workload: Workload,
+    run_dir: Path,
+    runtime: Runtime,
+    *,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    splits: Splits | None = None,
+) -> Run:
+    """Carries out one run and records it in `run_dir`; `splits` spares a caller of many runs
+    loading data twice.
+
+    With `resume` a broken-off run goes on from its last checkpoint and a finished one is returned
+    as it is.
+    """
+    reporter = reporter or Reporter()
+    recorded = open_run(run_dir, config, resume=resume)
+    if recorded is not None and recorded.finished:
+        return recorded
+    if splits is None:
+        splits = load_splits(config, workload, runtime)
+    training = Training(config, workload, splits, runtime)
+    meta = recorded.meta if recorded else describe(training)
+    write_meta(run_dir, meta)
+    if recorded is not None and (run_dir / CHECKPOINT).is_file():
+        load_checkpoint(run_dir / CHECKPOINT, training, recorded.metrics)
+    write_metrics(run_dir, training.metrics)
+
+    training.warm_up()
+    label = f"{config.method} b{config.batch_size} s{config.seed}"
+    reporter.begin(label, config.epochs * training.steps_per_epoch, training.step)
+    try:
+        with EventLog(run_dir, training.step, enabled=runtime.tensorboard) as events:
+            _epochs(training, run_dir, reporter, events)
+        meta = {**meta, "status": "complete"}
+    except (DivergedError, LinAlgError) as error:
+        meta = {
+            **meta,
+            "status": "diverged",
+            "reason": str(error),
+            "diverged_at_step": training.step,
+        }
+    write_meta(run_dir, {**meta, "finished": now()})
+    if not runtime.keep_checkpoint:
+        (run_dir / CHECKPOINT).unlink(missing_ok=True)
+    reporter.end(meta["status"])
+    return read_run(run_dir)
+
+
+def _epochs(training: Training, run_dir: Path, reporter: Reporter, events: EventLog) -> None:
+    runtime, saved = training.runtime, time.monotonic()
+    while training.epoch < training.config.epochs:
+        record = training.run_epoch(run_dir, reporter)
+        events.write(record, training.optimizer)
+        last = training.epoch == training.config.epochs
+        if (last and runtime.keep_checkpoint) or (
+            not last and time.monotonic() - saved >= runtime.checkpoint_seconds
+        ):
+            save_checkpoint(run_dir / CHECKPOINT, training)
+            saved = time.monotonic()
+
+
+def open_run(run_dir: Path, config: RunConfig, *, resume: bool) -> Run | None:
+    """The run recorded in the directory, None if there is none; refuses what would overwrite or mix
+    runs.
+    """
+    remove_leftovers(run_dir)
+    if (run_dir / META).is_file():
+        recorded = read_run(run_dir)
+        different = differences(recorded.meta["config"], config.as_dict())
+        if different:
+            raise RunExistsError(
+                f"{run_dir} holds a run with other settings (recorded / asked for): "
+                f"{'; '.join(different)}. Choose another directory, or delete that one."
+            )
+        if not resume:
+            raise RunExistsError(
+                f"{run_dir} holds this run already, status {recorded.meta['status']!r}: "
+                "continue it with --resume, or choose another directory."
+            )
+        return recorded
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise RunExistsError(
+            f"{run_dir} exists and is no run (it has no {META}): choose another directory."
+        )
+    return None
+
+
+def load_splits(config: RunConfig, workload: Workload, runtime: Runtime) -> Splits:
+    """The data of a run; the validation part is held out only where it is evaluated on."""
+    return workload.splits(
+        runtime.data_dir,
+        device=runtime.device,
+        validation=config.split == "validation",
+        subset=config.subset,
+    )
+
+
+def describe(training: Training) -> dict[str, Any]:
+    """The record of what is about to run."""
+    config, workload = training.config, training.workload
+    return {
+        "schema": SCHEMA,
+        "workload": config.workload,
+        "method": config.method,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "config": config.as_dict(),
+        "at_batch_size": {
+            name: training.options[name]
+            for name in ("lr", "update_every")
+            if name in training.options
+        },
+        "versions": versions(),
+        "machine": machine(training.device),
+        "created": now(),
+        "status": "running",
+        "train_size": training.splits.train_size,
+        "steps_per_epoch": training.steps_per_epoch,
+        "split": config.split,
+        "target": workload.target,
+        "metric": workload.metric,
+        "higher_is_better": workload.higher_is_better,
+    }

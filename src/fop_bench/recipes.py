@@ -1,0 +1,266 @@
+"""Recipes: which methods, batch sizes and seeds on which workload, with which settings. One file a
+paper row.
+
+A file is TOML or YAML. It may extend another one and then says only what differs::
+
+    extends = "cifar10-resnet18"     # the whole table
+    source = "Table 1, batch size 8192"
+    batch_sizes = [8192]
+
+    [schedule]                       # of every method
+    name = "plateau"
+    [method]                         # options of every method that takes them
+    weight_decay = 5e-4
+    [for.kfac.method]                # of one method; [for.kfac] takes epochs and schedule too
+    lr = 0.1
+    [for.b2048]                      # the same for one batch size
+    epochs = 50
+    [grid.kfac]                      # replaces what tuning tries for that option
+    damping = [1e-3, 1e-4]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fop_bench.config import ConfigError, RunConfig, merged, read_file, schedule_from
+from fop_bench.methods import METHODS, Method, get_method, with_control
+from fop_bench.tuned import Tuned, read_tuned
+from fop_bench.workloads import WORKLOADS, Workload
+
+RECIPES = Path(__file__).parent / "recipes"
+
+SCALAR_KEYS = (
+    "epochs", "base_batch", "lr_rule", "interval_rule", "subset", "accumulate", "amp", "compile",
+    "evaluate_every",
+)  # fmt: skip
+RUN_KEYS = (*SCALAR_KEYS, "schedule", "method")
+KEYS = (
+    "title", "source", "extends", "workload", "methods", "batch_sizes", "seeds", "tuned", "for",
+    "grid", "tune", *RUN_KEYS,
+)  # fmt: skip
+BATCH_CASE = re.compile(r"b\d+")
+TUNE_KEYS = ("trials", "seeds", "epochs")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe; `table` is the content of its files with the command line on top."""
+
+    name: str
+    table: Mapping[str, Any]
+    tuned: Tuned | None = None
+    command_line: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return str(self.table.get("title", self.name))
+
+    @property
+    def source(self) -> str:
+        return str(self.table.get("source", ""))
+
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        return _strings(self.table["workload"])
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return _strings(self.table.get("methods", tuple(METHODS)))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.table.get("seeds", WORKLOADS[self.workloads[0]].seeds))
+
+    def batch_sizes(self, workload: Workload) -> tuple[int, ...]:
+        return tuple(self.table.get("batch_sizes", workload.batch_sizes))
+
+    def grid(self, method: Method) -> dict[str, tuple[Any, ...]]:
+        """Tuning's values for each option: the method's own, with the recipe's in their place."""
+        table = self.table.get("grid", {}).get(method.name, {})
+        return {
+            **method.grid,
+            **{name: tuple(map(_tupled, values)) for name, values in table.items()},
+        }
+
+    def run(
+        self,
+        workload: Workload,
+        method: str,
+        batch_size: int,
+        seed: int,
+        *,
+        options: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> RunConfig:
+        """One run, resolved. What comes later wins: the method's defaults, the workload, the
+        recipe, what it says for this batch size and for this method, tuned settings, the command
+        line, and `options` and `overrides`, which tuning and sweeps vary.
+        """
+        chosen = get_method(method)
+        special = self.table.get("for", {})
+        own = special.get(method, {}).get("method", {})
+        chosen.check(own, f"{self.name}: [for.{method}.method]")
+        table = merged(self.table, special.get(f"b{batch_size}", {}))
+        table = merged(table, {**special.get(method, {}), "method": {}})
+        given = self.command_line
+        tuned, tuned_schedule = split_schedule(
+            self.tuned.options(workload.name, method, batch_size) if self.tuned else {}
+        )
+        varied, varied_schedule = split_schedule(options or {})
+        resolved = {
+            **chosen.defaults,
+            **chosen.taking(workload.optimizer_overrides),
+            **chosen.taking(table.get("method", {})),
+            **own,
+            **tuned,
+            **chosen.taking(given.get("method", {})),
+            **varied,
+        }
+        chosen.check(resolved, self.name)
+        schedule = {
+            **table.get("schedule", {}),
+            **tuned_schedule,
+            **given.get("schedule", {}),
+            **varied_schedule,
+        }
+        settings = {k: v for k, v in merged(table, given).items() if k in SCALAR_KEYS}
+        return RunConfig(
+            workload=workload.name,
+            method=method,
+            batch_size=batch_size,
+            seed=seed,
+            options=resolved,
+            schedule=schedule_from(schedule, self.name),
+            **{
+                "epochs": workload.epochs,
+                "base_batch": workload.base_batch,
+                **settings,
+                **overrides,
+            },
+        )
+
+    def plan(
+        self,
+        methods: Sequence[str] = (),
+        batch_sizes: Sequence[int] = (),
+        seeds: Sequence[int] = (),
+        **overrides: Any,
+    ) -> list[RunConfig]:
+        """All runs, seed by seed, so that a comparison broken off early has every method at least
+        once.
+        """
+        names = with_control(tuple(methods) or self.methods)
+        return [
+            self.run(WORKLOADS[workload], method, batch_size, seed, **overrides)
+            for seed in (tuple(seeds) or self.seeds)
+            for workload in self.workloads
+            for batch_size in (tuple(batch_sizes) or self.batch_sizes(WORKLOADS[workload]))
+            for method in names
+        ]
+
+
+def available() -> list[str]:
+    """The names of the recipes that come with fop-bench."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def load_recipe(
+    name: str, overrides: Mapping[str, Any] | None = None, tuned: Path | None = None
+) -> Recipe:
+    """A recipe by its name, by the path of a file, or a workload's own defaults by the workload's
+    name.
+    """
+    path = Path(name)
+    if path.suffix in (".toml", ".yaml", ".yml"):
+        table, label = _read(path, ()), path.stem
+    elif name in available():
+        table, label = _read(RECIPES / f"{name}.toml", ()), name
+    elif name in WORKLOADS:
+        table, label = {"workload": name}, name
+    else:
+        raise ConfigError(
+            f"{name!r} is no recipe ({', '.join(available())}), no workload "
+            f"({', '.join(sorted(WORKLOADS))}) and no .toml or .yaml file: see `fop-bench list`"
+        )
+    command_line = overrides or {}
+    table = merged(table, command_line)
+    _check(label, table)
+    source = tuned or table.get("tuned")
+    return Recipe(label, table, read_tuned(Path(source)) if source else None, command_line)
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The file's table on top of those that it extends; paths inside it are relative to it."""
+    if path in seen:
+        chain = " -> ".join(item.name for item in (*seen, path))
+        raise ConfigError(f"{path}: recipes extend each other in a circle: {chain}")
+    table = read_file(path)
+    if "tuned" in table:
+        table["tuned"] = str(path.parent / str(table["tuned"]))
+    parent = table.pop("extends", None)
+    if parent is None:
+        return table
+    parent_path = (
+        path.parent / str(parent) if Path(str(parent)).suffix else RECIPES / f"{parent}.toml"
+    )
+    return merged(_read(parent_path, (*seen, path)), table)
+
+
+def _check(name: str, table: Mapping[str, Any]) -> None:
+    """Every name in the table is known, so that a misspelt one is not silently without effect."""
+    _known(name, table, KEYS)
+    if "workload" not in table:
+        raise ConfigError(
+            f"{name}: no workload: add workload = NAME, one of {', '.join(sorted(WORKLOADS))}"
+        )
+    for workload in _strings(table["workload"]):
+        if workload not in WORKLOADS:
+            raise ConfigError(
+                f"{name}: unknown workload {workload!r}: one of {', '.join(sorted(WORKLOADS))}"
+            )
+    for key in ("seeds", "batch_sizes"):
+        values = table.get(key, [])
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise ConfigError(f"{name}: {key} must be a list of whole numbers, found {values!r}")
+    for key in ("methods", "grid"):
+        for method in table.get(key, ()):
+            get_method(method)
+    for case, own in table.get("for", {}).items():
+        if not BATCH_CASE.fullmatch(case):
+            get_method(case)
+        _known(f"{name}: [for.{case}]", own, RUN_KEYS)
+    for method, axes in table.get("grid", {}).items():
+        get_method(method).check(split_schedule(axes)[0], f"{name}: [grid.{method}]")
+    _known(f"{name}: [tune]", table.get("tune", {}), TUNE_KEYS)
+    everything = frozenset[str]().union(*(method.accepts for method in METHODS.values()))
+    _known(f"{name}: [method]", table.get("method", {}), everything)
+    schedule_from(table.get("schedule", {}), name)
+
+
+def split_schedule(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the optimizer, and those named "schedule.X", which tuning may vary as well."""
+    prefix = "schedule."
+    own = {name: value for name, value in options.items() if not name.startswith(prefix)}
+    rest = {name.removeprefix(prefix): options[name] for name in options if name not in own}
+    return own, rest
+
+
+def _known(where: str, table: Mapping[str, Any], allowed: Iterable[str]) -> None:
+    unknown = sorted(set(table) - set(allowed))
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown {', '.join(unknown)}; known are {', '.join(sorted(allowed))}"
+        )
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

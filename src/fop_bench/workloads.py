@@ -1,0 +1,284 @@
+"""Workloads: each owns its data, model, loss, metric and target.
+
+The paper's settings are those of its appendix C; laptop workloads take minutes on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fop_bench.data.catalog import (
+    data_status,
+    load_cifar,
+    load_digits,
+    load_fashion,
+    load_imagenet,
+    load_shakespeare,
+)
+from fop_bench.data.longtail import class_groups
+from fop_bench.data.sources import DataStatus
+from fop_bench.data.splits import Batches, Request, Splits
+from fop_bench.data.text import ALPHABET
+from fop_bench.models import (
+    GPT,
+    cifar_resnet,
+    cnn,
+    imagenet_resnet50,
+    mlp,
+    resnet18_for_cifar,
+    seeded,
+    t2t_vit_14,
+)
+
+__all__ = ["WORKLOADS", "Batches", "DataStatus", "Splits", "Workload", "data_status"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A task with a target to reach; every method trains it with the same loop."""
+
+    name: str
+    summary: str
+    data: str  # the data set, see data_status
+    load: Callable[[Request], Splits] = field(repr=False)
+    build: Callable[[], nn.Module] = field(repr=False)
+    epochs: int
+    base_batch: int  # the batch size learning rates and curvature intervals are given for
+    batch_sizes: tuple[int, ...]
+    target: float
+    metric: Literal["accuracy", "perplexity"] = "accuracy"
+    scale: Literal["paper", "laptop"] = "laptop"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    train_images: int | None = None  # how many are used unless a run asks for another number
+    long_tail_classes: int | None = None  # report head, middle and tail errors
+    optimizer_overrides: Mapping[str, str | float] = field(default_factory=dict)
+    loss_reduction: Literal["mean"] = "mean"
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric == "accuracy"
+
+    def splits(
+        self,
+        data_dir: Path | None,
+        *,
+        device: torch.device | str = "cpu",
+        validation: bool = False,
+        subset: int | None = None,
+        workers: int | None = None,
+    ) -> Splits:
+        """The data, found or downloaded, read and checked; DataError if that fails.
+
+        validation: hold out a part of the training data, for tuning.
+        subset: at most this many examples in each split; above a workload's own number it gives
+            more, so that subset=60000 trains fashion-mlp on all images.
+        workers: processes that decode image files (default: one a processor).
+        """
+        chosen = self.train_images if subset is None else subset
+        return self.load(Request(data_dir, torch.device(device), validation, chosen, workers))
+
+    def model(self, seed: int) -> nn.Module:
+        """A freshly initialised model; the global random state stays as it was."""
+        return seeded(self.build, seed)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean cross-entropy over all predictions: output [..., classes], target [...]."""
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batches: Batches) -> dict[str, float]:
+        """Loss and metrics over `batches`, in evaluation mode; the model's mode is put back."""
+        training = model.training
+        model.eval()
+        try:
+            return self._metrics(*_count(model, self.loss, batches))
+        finally:
+            model.train(training)
+
+    def _metrics(self, loss: float, hits: Tensor, totals: Tensor) -> dict[str, float]:
+        """hits, totals: right answers and examples of each class [classes]."""
+        metrics = {"loss": loss, "accuracy": float(hits.sum() / totals.sum())}
+        if self.metric == "perplexity":
+            metrics["perplexity"] = float(torch.tensor(loss).exp())  # inf where math.exp raises
+        if self.long_tail_classes is not None:
+            metrics["error"] = 1 - metrics["accuracy"]
+            for name, group in class_groups(self.long_tail_classes).items():
+                metrics[f"error_{name}"] = 1 - float(hits[group].sum() / totals[group].sum())
+        return metrics
+
+
+def _count(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batches: Batches
+) -> tuple[float, Tensor, Tensor]:
+    """(mean loss, right answers of each class, examples of each class)."""
+    losses, hits, totals = [], [], []
+    for inputs, target in batches:
+        output = model(inputs)
+        classes = output.shape[-1]
+        right = target[output.argmax(-1) == target]
+        losses.append(loss(output.float(), target).item() * target.numel())
+        hits.append(torch.bincount(right, minlength=classes).cpu())
+        totals.append(torch.bincount(target.flatten(), minlength=classes).cpu())
+    seen = torch.stack(totals).sum(0).double()
+    return sum(losses) / float(seen.sum()), torch.stack(hits).sum(0).double(), seen
+
+
+def _long_tail(data: Literal["cifar10", "cifar100"], imbalance: int, target: float) -> Workload:
+    """The target is the SGD baseline of Zhang et al. 2021 that the paper compares with."""
+    classes = {"cifar10": 10, "cifar100": 100}[data]
+    title = {"cifar10": "CIFAR-10-LT", "cifar100": "CIFAR-100-LT"}[data]
+    return Workload(
+        name=f"{data}-lt-{imbalance}",
+        summary=f"{title} at imbalance {imbalance}, ResNet-32",
+        data=data,
+        load=partial(load_cifar, held_out=0.1, name=data, imbalance=imbalance),
+        build=partial(cifar_resnet, 32, classes),
+        epochs=200,
+        base_batch=128,
+        batch_sizes=(128,),
+        target=target,
+        scale="paper",
+        seeds=(0, 1, 2, 3, 4),
+        long_tail_classes=classes,
+    )
+
+
+_TEXT_LENGTH = 64
+
+_WORKLOADS = (
+    Workload(
+        name="digits-mlp",
+        summary="handwritten digits (in the package), MLP 64-64-32-10",
+        data="digits",
+        load=partial(load_digits, held_out=0.2),
+        build=partial(mlp, 64, 64, 32, 10),
+        epochs=40,
+        base_batch=64,
+        batch_sizes=(64, 1438),
+        target=0.95,
+    ),
+    Workload(
+        name="fashion-mlp",
+        summary="Fashion-MNIST, 20,000 images, MLP 784-128-64-10",
+        data="fashion-mnist",
+        load=partial(load_fashion, held_out=0.1),
+        build=partial(mlp, 784, 128, 64, 10),
+        epochs=40,
+        base_batch=512,
+        batch_sizes=(512, 20_000),
+        target=0.84,
+        train_images=20_000,
+    ),
+    Workload(
+        name="fashion-cnn",
+        summary="Fashion-MNIST, 20,000 images, two convolutions and two linear layers",
+        data="fashion-mnist",
+        load=partial(load_fashion, held_out=0.1),
+        build=cnn,
+        epochs=10,
+        base_batch=256,
+        batch_sizes=(256, 4096),
+        target=0.88,
+        train_images=20_000,
+    ),
+    Workload(
+        name="cifar10-resnet8",
+        summary="CIFAR-10, 10,000 images, ResNet-8",
+        data="cifar10",
+        load=partial(load_cifar, held_out=0.1, name="cifar10"),
+        build=partial(cifar_resnet, 8),
+        epochs=15,
+        base_batch=256,
+        batch_sizes=(256, 2048),
+        target=0.58,
+        train_images=10_000,
+    ),
+    Workload(
+        name="cifar10-resnet20",
+        summary="CIFAR-10, 10,000 images, ResNet-20",
+        data="cifar10",
+        load=partial(load_cifar, held_out=0.1, name="cifar10"),
+        build=partial(cifar_resnet, 20),
+        epochs=15,
+        base_batch=256,
+        batch_sizes=(256, 2048),
+        target=0.60,
+        train_images=10_000,
+    ),
+    Workload(
+        name="cifar10-lt-resnet32",
+        summary="CIFAR-10-LT at imbalance 100, ResNet-32, reduced length",
+        data="cifar10",
+        load=partial(load_cifar, held_out=0.1, name="cifar10", imbalance=100),
+        build=partial(cifar_resnet, 32),
+        epochs=10,
+        base_batch=128,
+        batch_sizes=(128, 1024),
+        target=0.45,
+        long_tail_classes=10,
+    ),
+    Workload(
+        name="shakespeare-gpt",
+        summary="tiny Shakespeare, character transformer with 2 layers of width 64",
+        data="tinyshakespeare",
+        load=partial(load_shakespeare, held_out=0.1, length=_TEXT_LENGTH),
+        build=partial(GPT, len(ALPHABET), _TEXT_LENGTH, width=64, depth=2, heads=4),
+        epochs=5,
+        base_batch=64,
+        batch_sizes=(64, 1024),
+        target=7.0,
+        metric="perplexity",
+        optimizer_overrides={"fallback": "adamw"},
+    ),
+    Workload(
+        name="cifar10-resnet18",
+        summary="CIFAR-10, ResNet-18 (table 1)",
+        data="cifar10",
+        load=partial(load_cifar, held_out=0.1, name="cifar10"),
+        build=resnet18_for_cifar,
+        epochs=100,
+        base_batch=1024,
+        batch_sizes=(2048, 4096, 8192, 16_384, 32_768, 50_000),
+        target=0.91,
+        scale="paper",
+        seeds=(0, 1, 2, 3, 4),
+    ),
+    Workload(
+        name="imagenet100-t2tvit",
+        summary="ImageNet-100, T2T-ViT-14 (table 2)",
+        data="imagenet100",
+        load=partial(load_imagenet, held_out=0.04, name="imagenet100"),
+        build=partial(t2t_vit_14, 100),
+        epochs=100,
+        base_batch=512,
+        batch_sizes=(512, 1024, 2048, 4096),
+        target=0.806,
+        scale="paper",
+        optimizer_overrides={"fallback": "adamw"},
+    ),
+    Workload(
+        name="imagenet1k-resnet50",
+        summary="ImageNet-1K, ResNet-50 (table 3); the paper gives KFAC and FOP 50 epochs",
+        data="imagenet",
+        load=partial(load_imagenet, held_out=0.02, name="imagenet"),
+        build=imagenet_resnet50,
+        epochs=80,
+        base_batch=1024,
+        batch_sizes=(1024, 2048, 4096, 8192),
+        target=0.759,
+        scale="paper",
+    ),
+    _long_tail("cifar10", 100, target=0.7195),
+    _long_tail("cifar10", 50, target=0.7645),
+    _long_tail("cifar100", 100, target=0.3773),
+    _long_tail("cifar100", 50, target=0.4378),
+)
+WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _WORKLOADS}
