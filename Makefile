@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
-		--editable ".[bench,test,dev]"
+		--editable ".[bench,test,trainers,dev]"
 	@touch $@
 
 demo: $(STAMP) ## train digits with SGD, AdamW, KFAC and FOP; table and plot in under a minute

@@ -7,11 +7,10 @@ what Trainer does for its own optimizers: learning rate and weight decay come fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from fop.optimizer import FOP, KFAC
 
@@ -23,11 +22,11 @@ class SecondOrderMixin:
     `FOPTrainer(model, args, ..., optimizer_options={"damping": 1e-2})`.
     """
 
-    # What the mixin uses of transformers.Trainer.
-    model: nn.Module
+    # What the mixin uses of transformers.Trainer, which is not imported for its types.
+    model: Any
     args: Any
-    optimizer: Optimizer | None
-    get_decay_parameter_names: Callable[[nn.Module], Collection[str]]
+    optimizer: Any
+    get_decay_parameter_names: Any
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class SecondOrderMixin:
         self.optimizer_options = dict(optimizer_options or {})
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Called by Trainer once the model is in place; an optimizer given to it has precedence."""
         if self.optimizer is None:
             model = self.model if model is None else model
