@@ -124,6 +124,13 @@ def test_groups_by_layer_name_have_their_own_options() -> None:
     }
 
 
+def test_one_group_takes_several_patterns() -> None:
+    groups = [{"names": ["*.bias", "2.*"], "weight_decay": 0.0}]
+    optimizer = fop.FOP(mlp(), weight_decay=0.1, param_groups=groups)
+    found = [(g["weight_decay"], g["param_names"]) for g in optimizer.param_groups]
+    assert found == [(0.0, ["0.bias", "2.weight", "2.bias"]), (0.1, ["0.weight"])]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_groups_of_tensors_take_their_own_learning_rate(named: bool) -> None:
     """A layer at lr 0 stands still; the other moves as if alone, KL clip aside."""

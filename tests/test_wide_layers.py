@@ -152,6 +152,33 @@ def test_diagonal_factors_resume_bit_for_bit(settings: dict[str, Any]) -> None:
     assert same(snapshot(second), snapshot(whole))
 
 
+class Positions(nn.Module):
+    """Adds a position embedding that is looked up once for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(V, D), nn.Embedding(5, D)
+        self.head = nn.Linear(D, CLASSES)
+
+    def forward(self, index: Tensor) -> Tensor:
+        places = self.places(torch.arange(index.shape[1]).unsqueeze(0))
+        return self.head(torch.tanh(self.words(index) + places).mean(1))
+
+
+def test_an_embedding_that_sees_no_examples_follows_its_gradient_and_is_named() -> None:
+    model = Positions().double()
+    optimizer = fop.FOP(model, 0.1)
+    index, target = sentences((6, 5), 0)
+    cross_entropy(model(index), target).backward()
+    expected = model.places.weight.detach() - 0.1 * model.places.weight.grad
+    with pytest.warns(RuntimeWarning, match=r"embedding 'places' .* skip=\['places'\]"):
+        optimizer.step()
+    assert distance([model.places.weight], [expected]) < 1e-14
+    train(model, optimizer, [sentences((6, 5), seed) for seed in range(4)])  # and says so once
+    assert set(fop.diagnostics(optimizer)) == {"words", "head"}
+
+
 @pytest.mark.parametrize(
     "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=["max_norm", "by frequency"]
 )

@@ -88,6 +88,7 @@ class LayerCapture:
         self._sums: FactorSums | None = None
         self._pending: _Pending | None = None
         self._seen: _SeenGradient | None = None
+        self.given_up = False  # nothing sensible can be captured: the engine says why
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -107,7 +108,8 @@ class LayerCapture:
     def tracks(self, module: nn.Module) -> bool:
         """Whether a call of the module has to be watched now."""
         return (
-            (self.plan.halves != "none" or self.wants_sums)
+            not self.given_up
+            and (self.plan.halves != "none" or self.wants_sums)
             and self.weight.requires_grad
             and module._parameters.get("weight") is self.weight
         )

@@ -22,7 +22,7 @@ from fop.capture import CapturePlan, LayerCapture
 from fop.curvature import Curvature, make_curvature
 from fop.curvature.base import RefreshJob
 from fop.layers import Layer
-from fop.moments import factor_dtype
+from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
 from fop.scaling import LossScale, factor_scales, half_difference
@@ -89,6 +89,30 @@ def _refuse_sparse(gradients: Mapping[Tensor, Tensor], options: Mapping[Tensor, 
                 f"parameter {group['param_names'][index]!r} has a sparse gradient, which is not "
                 "supported: build its layer with sparse=False"
             )
+
+
+def _without_unbatched(fresh: list[tuple[Block, FactorSums]]) -> list[tuple[Block, FactorSums]]:
+    """Give up embeddings that were called once for the whole batch, as position embeddings are.
+
+    Their output is broadcast over the examples and its gradient summed over them, so nothing of a
+    single example is left to build curvature or halves from.
+    """
+    largest = max((sums.examples / sums.passes for _, sums in fresh), default=1)
+    kept = []
+    for block, sums in fresh:
+        if block.layer.indexed and largest > 1 and sums.examples == sums.passes:
+            block.capture.given_up = True
+            block.capture.reset()
+            warnings.warn(
+                f"embedding {block.name!r} is called with one row of indices for the whole batch, "
+                "so it sees no single examples: it follows its plain gradient with momentum. Pass "
+                f"skip=[{block.name!r}] to train it by the fallback rule. (Said once.)",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        else:
+            kept.append((block, sums))
+    return kept
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -174,15 +198,17 @@ class Engine:
         if not self.plan.curvature:
             return
         for block in active:
-            if not (block.capture.has_sums() or block.ready(state)):
+            captured = block.capture.has_sums() or block.capture.given_up
+            if not (captured or block.ready(state)):
                 raise RuntimeError(
                     f"layer {block.name!r} has a gradient, but no backward pass through the module "
                     "was seen, so there is no curvature to precondition it with. Either the model "
                     "was compiled by torch.compile and called before the optimizer was built, and "
                     "its graph has no hooks (build the optimizer first, or call "
                     "torch.compiler.reset()), or its weight is used without calling the module "
-                    "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand. Call "
-                    f"the module, or pass skip=[{block.name!r}] to train it by the fallback rule."
+                    "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand, or, "
+                    'with fisher="mc" or "exact", the model given to the optimizer was not called. '
+                    f"Call the module, or pass skip=[{block.name!r}] to train it by the fallback rule."
                 )
 
     def _healthy(self, gradients: Iterable[Tensor], active: list[Block]) -> Tensor:
@@ -201,9 +227,9 @@ class Engine:
         self, active: list[Block], options: Mapping[Tensor, Group], state: State, healthy: Tensor
     ) -> bool:
         """Take the captured sums into the curvature; True if that has to be repeated."""
-        fresh = [
-            (block, sums) for block in active if (sums := block.capture.take_sums()) is not None
-        ]
+        fresh = _without_unbatched(
+            [(block, sums) for block in active if (sums := block.capture.take_sums()) is not None]
+        )
         if not fresh:
             return False
         if not bool(healthy):

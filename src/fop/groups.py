@@ -190,7 +190,7 @@ def _members(
                 )
         return given
     patterns = [group["names"]] if isinstance(group["names"], str) else list(group["names"])
-    members = []
+    members: dict[nn.Parameter, None] = {}  # ordered, and compares by identity
     for pattern in patterns:
         matched = [p for p, name in names.items() if _matches(pattern, name)]
         if not matched:
@@ -198,8 +198,8 @@ def _members(
                 f"{place}: no parameter or layer matches {pattern!r}; names look like "
                 f"{next(iter(names.values()))!r}"
             )
-        members += [p for p in matched if p not in members]
-    return members
+        members.update(dict.fromkeys(matched))
+    return list(members)
 
 
 def _matches(pattern: str, name: str) -> bool:

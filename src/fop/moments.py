@@ -24,12 +24,14 @@ class FactorSums:
     outputs: Tensor
     examples: int
     rows: int
+    passes: int = 1
 
     def add(self, other: FactorSums) -> None:
         self.inputs.add_(other.inputs)
         self.outputs.add_(other.outputs)
         self.examples += other.examples
         self.rows += other.rows
+        self.passes += other.passes
 
 
 @dataclass(frozen=True)
