@@ -208,7 +208,7 @@ class Engine:
                     "torch.compiler.reset()), or its weight is used without calling the module "
                     "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand, or, "
                     'with fisher="mc" or "exact", the model given to the optimizer was not called. '
-                    f"Call the module, or pass skip=[{block.name!r}] to train it by the fallback rule."
+                    f"Call the module, or pass skip=[{block.name!r}] to use the fallback rule."
                 )
 
     def _healthy(self, gradients: Iterable[Tensor], active: list[Block]) -> Tensor:

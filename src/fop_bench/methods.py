@@ -216,8 +216,8 @@ METHODS: dict[str, Method] = _register(
     ),
     Method(
         "sp-ngd",
-        "KFAC as in SP-NGD: empirical Fisher, stale factors; norm layers by SGD for now",
-        {**SECOND_ORDER, "fisher": "empirical", "update_every": 50},
+        "KFAC as in SP-NGD: empirical Fisher, stale factors, unit-wise norm layers",
+        {**SECOND_ORDER, "fisher": "empirical", "update_every": 50, "norms": "unitwise"},
         SECOND_ORDER_GRID,
         _KFAC,
         takes_model=True,

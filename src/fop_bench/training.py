@@ -81,11 +81,6 @@ class Training:
                 f"amp = fp16 needs a CUDA device, found {self.device}: use --amp bf16"
             )
         method = get_method(config.method)
-        if config.compile and method.takes_model:
-            raise ConfigError(
-                f"compile: {method.name!r} watches the model's layers through hooks, which a "
-                "compiled model bypasses: leave out --compile for it"
-            )
         torch.manual_seed(config.seed)
         self.model: nn.Module = workload.model(config.seed).to(self.device)
         self.options = scaled_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def fail(*arguments: Any) -> str:
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+    # The console read the width when it was made, which may have been for another test.
+    console = importlib.import_module("fop_bench.cli.app").console
+    monkeypatch.setattr(console, "width", 200)
 
 
 def test_list_shows_everything_with_the_state_of_its_data(

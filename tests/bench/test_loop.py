@@ -268,16 +268,15 @@ def test_event_files_hold_the_records_and_the_layers(tmp_path: Path) -> None:
     assert 0.5 <= events.Scalars("layers/3/eta")[0].value <= 1
 
 
-def test_a_compiled_model_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["sgd", "fop"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_trains_alike(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = torch.compile
     # Dynamo without the code generator, which needs a compiler on the machine.
     monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend="eager"))
-    plain = train(tiny_config(epochs=2), WORKLOAD, tmp_path / "plain", QUIET)
-    fast = train(tiny_config(epochs=2, compile=True), WORKLOAD, tmp_path / "fast", QUIET)
+    plain = train(tiny_config(method, epochs=2), WORKLOAD, tmp_path / "plain", QUIET)
+    fast = train(tiny_config(method, epochs=2, compile=True), WORKLOAD, tmp_path / "fast", QUIET)
     ours = [record["test_loss"] for record in fast.metrics]
     assert ours == pytest.approx([record["test_loss"] for record in plain.metrics], rel=1e-3)
-
-
-def test_methods_that_work_through_hooks_refuse_to_be_compiled(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'fop' watches the model's layers"):
-        train(tiny_config("fop", compile=True), WORKLOAD, tmp_path, QUIET)
