@@ -91,6 +91,9 @@ class Training:
             config.interval_rule,
         )
         self.optimizer = method.build(self.model, **self.options)
+        if config.compile:
+            # A graph of an earlier run's model, which had other hooks or none, would be used again.
+            torch.compiler.reset()
         self.forward = torch.compile(self.model) if config.compile else self.model
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = Schedule(config.schedule, self.options["lr"], config.epochs)
