@@ -204,8 +204,8 @@ class Engine:
                     f"layer {block.name!r} has a gradient, but no backward pass through the module "
                     "was seen, so there is no curvature to precondition it with. Either the model "
                     "was compiled by torch.compile and called before the optimizer was built, or "
-                    "one like it was, and the graph has no hooks (build the optimizer first, or "
-                    "call torch.compiler.reset()), or its weight is used without calling the module "
+                    "one like it was, and its graph has no hooks (build the optimizer first, or "
+                    "call torch.compiler.reset()), or its weight is used without the module "
                     "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand, or, "
                     'with fisher="mc" or "exact", the model given to the optimizer was not called. '
                     f"Call the module, or pass skip=[{block.name!r}] to use the fallback rule."
