@@ -68,7 +68,7 @@ def test_rows_rebuild_the_output_and_the_gradient(
     grad = torch.randn_like(output)
     inputs, outputs = layer.input_rows(x, grad), layer.output_rows(grad)
     assert inputs.shape[:3] == outputs.shape[:3]
-    assert inputs.shape[-1] == layer.input_width(module.weight)
+    assert (outputs.shape[-1], inputs.shape[-1]) == layer.matrix_shape(module.weight, False)
 
     matrix = layer.to_matrix(module.weight, None)
     rebuilt = torch.einsum("ngsi,goi->ngso", inputs, matrix)

@@ -89,6 +89,8 @@ class LayerCapture:
         self._pending: _Pending | None = None
         self._seen: _SeenGradient | None = None
         self.given_up = False  # nothing sensible can be captured: the engine says why
+        self.saw_empty = self.saw_examples = False  # what calls since the last step brought
+        self.replaced = False  # the module was called with another parameter in its place
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -107,11 +109,14 @@ class LayerCapture:
 
     def tracks(self, module: nn.Module) -> bool:
         """Whether a call of the module has to be watched now."""
+        current = module._parameters.get("weight")
+        if current is not self.weight:  # torch.func.functional_call puts plain tensors there
+            self.replaced = isinstance(current, nn.Parameter)
+            return False
         return (
             not self.given_up
             and (self.plan.halves != "none" or self.wants_sums)
             and self.weight.requires_grad
-            and module._parameters.get("weight") is self.weight
         )
 
     def take_sums(self) -> FactorSums | None:

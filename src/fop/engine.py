@@ -154,6 +154,8 @@ class Engine:
         """Decide what the backward passes before `next_step` capture."""
         self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
         for block in self.blocks:
+            capture = block.capture
+            capture.saw_empty = capture.saw_examples = capture.replaced = False
             block.capture.curvature_shape = block.capture.shape if block.ready(state) else None
 
     def reset(self) -> None:
@@ -166,11 +168,15 @@ class Engine:
         options = {parameter: group for group in groups for parameter in group["params"]}
         gradients: Mapping[Tensor, Tensor] = {p: p.grad for p in options if p.grad is not None}
         _refuse_sparse(gradients, options)
-        if not gradients:
-            return False
         active = [block for block in self.blocks if block.weight in gradients]
+        self._check_replaced(gradients)
         self._check_captured(active, state)
+        self._follow_parameters(gradients, state)
         self.loss_scale = loss_scale
+        captures = [block.capture for block in active]
+        empty = any(c.saw_empty for c in captures) and not any(c.saw_examples for c in captures)
+        if not gradients or empty:
+            return self.plan.refresh_due
         healthy = self._healthy(gradients.values(), active)
         gradients = self.unscaled(gradients)
         retry = self._refresh(active, options, state, healthy)
@@ -194,12 +200,35 @@ class Engine:
         inverse = self.loss_scale.inverse
         return {p: grad * inverse.to(grad) for p, grad in gradients.items()}
 
+    def _check_replaced(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        for block in self.blocks:
+            if block.capture.replaced and block.weight not in gradients:
+                raise RuntimeError(
+                    f"the weight of layer {block.name!r} was replaced by another parameter after "
+                    "the optimizer was built, so the new one would not be trained: build the "
+                    "optimizer again, or change the weight in place (weight.data.copy_(...))"
+                )
+
+    def _follow_parameters(self, gradients: Mapping[Tensor, Tensor], state: State) -> None:
+        """Move state along with a model that was moved or cast after the optimizer was built."""
+        for parameter in gradients:
+            own = state.get(parameter, {})
+            for key, value in own.items():
+                if not isinstance(value, Tensor) or key == "step":
+                    continue
+                dtype = parameter.dtype
+                if key in self.curvature_keys:
+                    dtype = factor_dtype(dtype)
+                if value.device != parameter.device or value.dtype != dtype:
+                    own[key] = value.to(parameter.device, dtype)
+
     def _check_captured(self, active: list[Block], state: State) -> None:
         if not self.plan.curvature:
             return
         for block in active:
-            captured = block.capture.has_sums() or block.capture.given_up
-            if not (captured or block.ready(state)):
+            capture = block.capture
+            excused = capture.given_up or (capture.saw_empty and not capture.saw_examples)
+            if not (capture.has_sums() or excused or block.ready(state)):
                 raise RuntimeError(
                     f"layer {block.name!r} has a gradient, but no backward pass through the module "
                     "was seen, so there is no curvature to precondition it with. Either the model "

@@ -188,6 +188,8 @@ def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) ->
     extra_pass = reference()
     if extra_pass is None or not extra_pass.wanting():
         return None
+    if isinstance(output, Tensor) and output.numel() == 0:
+        return None
     if not isinstance(output, Tensor):
         raise TypeError(
             'fisher="mc" and "exact" need a model that returns one tensor, but '

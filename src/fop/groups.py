@@ -52,6 +52,9 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
     found: dict[nn.Parameter | None, FoundLayer] = {}
     for name, module in model.named_modules():
         layer, weight = layer_for(module, norms=norms), module._parameters.get("weight")
+        if layer is None and any(p is not None for p in module._parameters.values()):
+            kind = type(module).__name__
+            logger.info("%r is trained by the fallback rule: no curvature for %s", name, kind)
         if layer is None or module in skipped or weight in found:
             continue
         sharing = owners.get(weight, []) if weight is not None else []

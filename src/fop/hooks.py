@@ -198,9 +198,14 @@ def _track(
     output: Tensor,
 ) -> Tensor | None:
     capture = reference()
-    if capture is None or not capture.tracks(module):
+    # Inside torch.func's transforms no gradient reaches p.grad, so there is nothing to capture.
+    if capture is None or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     x = args[0] if args else kwargs["input"]
+    capture.saw_empty |= x.numel() == 0
+    capture.saw_examples |= x.numel() > 0
+    if x.numel() == 0 or not capture.tracks(module):
+        return None
     tracked: Tensor
     if isinstance(layer, NormLayer):
         statistics = layer.statistics(module)
