@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import fop
+from fop_bench.methods import METHODS
 from fop_bench.models import (
     GPT,
     T2TViT,
@@ -136,6 +137,35 @@ def test_second_order_steps_lower_the_loss(
     model = seeded(build, 0)
     losses = train(model, optimizer(model, lr=0.05, fallback="adamw"), inputs, target, steps=8)
     assert losses[-1] < 0.8 * losses[0]
+
+
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "mlp": (lambda: mlp(784, 32, 10), torch.randn(8, 1, 28, 28)),
+    "resnet8": (lambda: cifar_resnet(8), torch.randn(4, *IMAGE)),
+    "t2t_vit": (small_t2t_vit, torch.randn(4, *IMAGE)),
+    "gpt": (small_gpt, torch.randint(20, (4, 8))),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:embedding 'positions' is called with one row")
+def test_every_method_takes_steps_on_every_family(family: str, name: str) -> None:
+    build, inputs = FAMILIES[family]
+    model = seeded(build, 0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = METHODS[name].build(model, 0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        output = model(inputs)
+        F.cross_entropy(
+            output.flatten(0, -2), torch.arange(len(output.flatten(0, -2))) % 10
+        ).backward()
+        optimizer.step()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert parameter.isfinite().all()
+        if parameter.dim() > 1:  # a scale of 1 may have too small a gradient to move in float32
+            assert not torch.equal(old, parameter)
 
 
 def test_gpt_learns() -> None:
