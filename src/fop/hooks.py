@@ -123,6 +123,21 @@ class _Gradients:
             gradients.append(self.layer.bias_gradient(outputs))
         return [gradient.to(self.parameter.dtype) for gradient in gradients]
 
+    def both(self, first: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The total gradients; and, detached, those of the first examples less those of the rest."""
+        one = self.total(slice(0, first))
+        rest = slice(first, None)
+        if self.needs_weight and one[0].dtype == self.outputs.dtype:
+            inputs, outputs = self.inputs[rest], self.outputs[rest]
+            total = [self.layer.add_weight_gradient(one[0], outputs, inputs, self.weights)]
+            if self.needs_bias:
+                total.append(one[1] + self.layer.bias_gradient(outputs))
+        else:  # sums are more precise in the parameter's type than in the one of autocast
+            total = [a + b for a, b in zip(one, self.total(rest), strict=True)]
+        with torch.no_grad():
+            signed = [a.detach().mul_(2).sub_(t) for a, t in zip(one, total, strict=True)]
+        return total, signed
+
 
 def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> list[Tensor]:
     """The parameter gradients of a call, leaving in `capture` what it wants of it."""
@@ -132,11 +147,8 @@ def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> li
     # A bias that belongs to this module alone is not part of a tied block.
     count = 1 if capture.bias is None else 2
     if plan.halves == "samples" and 0 < first < n:
-        one, two = parts.total(slice(0, first)), parts.total(slice(first, n))
-        gradients = [a + b for a, b in zip(one, two, strict=True)]
-        with torch.no_grad():
-            signed = [a.detach().sub_(b) for a, b in zip(one[:count], two[:count], strict=True)]
-            capture.hold_gradient(signed, first, n - first)
+        gradients, signed = parts.both(first)
+        capture.hold_gradient(signed[:count], first, n - first)
     else:
         gradients = parts.total()
         if plan.halves != "none":

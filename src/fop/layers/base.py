@@ -55,6 +55,10 @@ class Layer(ABC):
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Gradient of the weight summed over the examples given."""
 
+    def add_weight_gradient(self, onto: Tensor, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The sum of `onto` and the gradient of further examples."""
+        return onto + self.weight_gradient(grad, x, weight)
+
     @abstractmethod
     def bias_gradient(self, grad: Tensor) -> Tensor:
         """Gradient of the bias summed over the examples given."""
