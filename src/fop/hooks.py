@@ -124,7 +124,7 @@ class _Gradients:
         return [gradient.to(self.parameter.dtype) for gradient in gradients]
 
     def both(self, first: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The total gradients; and, detached, those of the first examples less those of the rest."""
+        """The total gradients; and, detached, those of the first examples minus the others."""
         one = self.total(slice(0, first))
         rest = slice(first, None)
         if self.needs_weight and one[0].dtype == self.outputs.dtype:
