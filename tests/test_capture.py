@@ -203,11 +203,15 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=self.how == "reentrant"))
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize(
+    ("how", "fisher"),
+    [
+        ("reentrant", "empirical"),  # torch refuses torch.autograd.grad through these
+        ("not reentrant", "empirical"),
+        ("not reentrant", "exact"),
+    ],
+)
 def test_activation_checkpointing_changes_nothing(how: str, fisher: Any) -> None:
-    if how == "reentrant" and fisher == "exact":
-        pytest.skip("torch refuses torch.autograd.grad through reentrant checkpoints")
     plain, saving = Checkpointed("plain").double(), Checkpointed(how).double()
     data = [points(seed=seed) for seed in range(4)]
     train(plain, fop.FOP(plain, fisher=fisher), data)
