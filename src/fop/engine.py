@@ -156,7 +156,7 @@ class Engine:
         for block in self.blocks:
             capture = block.capture
             capture.saw_empty = capture.saw_examples = capture.replaced = False
-            block.capture.curvature_shape = block.capture.shape if block.ready(state) else None
+            capture.curvature_shape = capture.shape if block.ready(state) else None
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
@@ -202,7 +202,9 @@ class Engine:
 
     def _check_replaced(self, gradients: Mapping[Tensor, Tensor]) -> None:
         for block in self.blocks:
-            if block.capture.replaced and block.weight not in gradients:
+            # A frozen weight has no gradient either, and may be stood in for by functional_call.
+            trained = block.weight.requires_grad
+            if block.capture.replaced and trained and block.weight not in gradients:
                 raise RuntimeError(
                     f"the weight of layer {block.name!r} was replaced by another parameter after "
                     "the optimizer was built, so the new one would not be trained: build the "
@@ -211,14 +213,13 @@ class Engine:
 
     def _follow_parameters(self, gradients: Mapping[Tensor, Tensor], state: State) -> None:
         """Move state along with a model that was moved or cast after the optimizer was built."""
+        precise = self.curvature_keys
         for parameter in gradients:
             own = state.get(parameter, {})
             for key, value in own.items():
                 if not isinstance(value, Tensor) or key == "step":
                     continue
-                dtype = parameter.dtype
-                if key in self.curvature_keys:
-                    dtype = factor_dtype(dtype)
+                dtype = factor_dtype(parameter.dtype) if key in precise else parameter.dtype
                 if value.device != parameter.device or value.dtype != dtype:
                     own[key] = value.to(parameter.device, dtype)
 
