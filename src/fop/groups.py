@@ -63,10 +63,10 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
             reason: str | None = "its weight is computed by a parametrization"
         elif module in inside_attention:
             reason = "nn.MultiheadAttention uses it without calling it"
-        elif uses is None or not skipped.isdisjoint(sharing):
-            reason = "it shares parameters with a module that is not preconditioned"
         else:
             reason = layer.refusal(module)
+            if reason is None and (uses is None or not skipped.isdisjoint(sharing)):
+                reason = "it shares parameters with a module that is not preconditioned"
         if reason is not None or weight is None or uses is None:
             logger.info("layer %r is trained by the fallback rule: %s", name, reason)
             continue
@@ -84,7 +84,7 @@ def _uses(modules: list[nn.Module], *, norms: bool) -> tuple[Use, ...] | None:
     pairs: list[tuple[Layer, nn.Module]] = []
     for module in modules:
         layer = layer_for(module, norms=norms)
-        if layer is None:
+        if layer is None or layer.refusal(module) is not None:
             return None
         pairs.append((layer, module))
     pairs.sort(key=lambda pair: pair[0].indexed)  # stable: layers with real inputs lead

@@ -215,8 +215,7 @@ class FOP(SecondOrderOptimizer):
         sharing: How weights shared over positions count: "expand" (every position on its own) or
             "reduce" (summed an example).
         max_factor_size: Widest Kronecker factor to be kept whole. A wider one (a vocabulary, say)
-            is kept as
-            its diagonal, so that memory stays bounded.
+            is kept as its diagonal, so that memory stays bounded.
         beta: Weight of the orthogonal part: "adaptive" or a number.
         eta: Step size of each layer: "adaptive" or a number.
         total: Whether eta aims at the mean ("mean") or the sum ("sum", twice the step) of the
@@ -229,8 +228,7 @@ class FOP(SecondOrderOptimizer):
         fallback: Rule for all other parameters: "sgd" with the options above, or "adamw".
         fallback_lr: Learning rate of the fallback; by default `lr` for "sgd" and 1e-3 for "adamw".
         norms: Normalisation layers by the "fallback", or "unitwise": with the exact curvature of
-            each
-            scale and shift, a 2 x 2 matrix.
+            each scale and shift, a 2 x 2 matrix.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
             their own lr, momentum,
