@@ -53,7 +53,7 @@ class Reference:
     kl_clip: float | None = 1e-3
     loss_reduction: Literal["mean", "sum"] = "mean"
     halves: Literal["auto", "samples", "microbatches"] = "auto"
-    curvature: Literal["kronecker", "identity"] = "kronecker"
+    curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker"
     project: bool = True
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Reference:
             "total": ("mean", "sum"),
             "loss_reduction": ("mean", "sum"),
             "halves": ("auto", "samples", "microbatches"),
-            "curvature": ("kronecker", "identity"),
+            "curvature": ("kronecker", "ekfac", "identity"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -313,6 +313,46 @@ def dense_curvature(factors: Sequence[Factors], reference: Reference) -> tuple[T
     return fisher, block_diagonal(blocks)
 
 
+@dataclass(frozen=True)
+class Corrected:
+    """EKFAC's curvature of one group: U diag(S) U^T with the eigenvectors U of G (x) A."""
+
+    U: Tensor  # [o(i+1), o(i+1)]
+    S: Tensor | None  # None until measured: the eigenvalues of the factors stand in
+
+    def dense(self, A: Tensor, G: Tensor) -> Tensor:
+        return torch.kron(G, A) if self.S is None else self.U @ self.S.diag() @ self.U.T
+
+
+def eigenvectors(A: Tensor, G: Tensor) -> Tensor:
+    return torch.kron(torch.linalg.eigh(G)[1], torch.linalg.eigh(A)[1])
+
+
+def example_fisher(record: Record, group: int) -> Tensor:
+    """What one example adds to a group's true Fisher, [o(i+1), o(i+1)]."""
+    J = record.J.chunk(len(record.x), dim=2)[group]
+    V = torch.einsum("kso,si->koi", J, record.x[group]).flatten(1)
+    return V.T @ record.H @ V
+
+
+def corrected(
+    before: Corrected | None,
+    records: Sequence[Record],
+    group: int,
+    A: Tensor,
+    G: Tensor,
+    rho: float,
+) -> Corrected:
+    """Measure S in the old basis, average it, and express what it stands for in that of A, G."""
+    U = eigenvectors(A, G)
+    if before is None:
+        return Corrected(U, None)
+    fisher = torch.stack([example_fisher(record, group) for record in records]).sum(0)
+    measured = (before.U.T @ fisher @ before.U).diagonal() / len(records)
+    S = measured if before.S is None else rho * before.S + (1 - rho) * measured
+    return Corrected(U, (U.T @ before.U @ S.diag() @ before.U.T @ U).diagonal())
+
+
 def project(
     a: Tensor, d: Tensor, F: Tensor, M: Tensor, reference: Reference, factors: list[Factors]
 ) -> LayerTrace:
@@ -394,6 +434,7 @@ class ReferenceOptimizer:
         self.kl_scale = 1.0  # nu of the last step
         self.gradients: dict[str, Tensor] = {}  # what p.grad was at the last step
         self._averages: dict[str, list[Factors]] = {}
+        self._corrected: dict[str, list[Corrected]] = {}
         self._momentum: dict[str, Tensor] = {}
 
     def step(
@@ -444,9 +485,11 @@ class ReferenceOptimizer:
                     weighted = Record(record.x, factor * record.J, record.H)
                     records.setdefault(name, []).append(weighted)
 
-        if self.reference.refreshes(self.steps) and self.reference.curvature == "kronecker":
+        if self.reference.refreshes(self.steps) and self.reference.curvature != "identity":
             for name, seen in records.items():
                 self._absorb(name, kronecker_factors(seen, sum(sizes), self.reference.sharing))
+                if self.reference.curvature == "ekfac":
+                    self._correct(name, seen)
         return self._update(*self._gradient_and_difference(sums, counts))
 
     def _gradient_and_difference(
@@ -470,6 +513,13 @@ class ReferenceOptimizer:
         self._averages[name] = [
             (rho * A + (1 - rho) * A_batch, rho * G + (1 - rho) * G_batch)
             for (A, G), (A_batch, G_batch) in zip(averages, batch, strict=True)
+        ]
+
+    def _correct(self, name: str, seen: Sequence[Record]) -> None:
+        before = self._corrected.get(name, [None] * len(self._averages[name]))
+        self._corrected[name] = [
+            corrected(old, seen, group, A, G, self.reference.factor_decay)
+            for group, (old, (A, G)) in enumerate(zip(before, self._averages[name], strict=True))
         ]
 
     def _update(self, a: dict[str, Tensor], d: dict[str, Tensor]) -> dict[str, LayerTrace]:
@@ -509,6 +559,11 @@ class ReferenceOptimizer:
         if name not in self._averages:
             raise ValueError(f"layer {name!r} has a gradient but never ran on a curvature step")
         factors = self._averages[name]
+        if self.reference.curvature == "ekfac":
+            pairs = zip(self._corrected[name], factors, strict=True)
+            F = block_diagonal([found.dense(A, G) for found, (A, G) in pairs])
+            M = F + self.reference.damping * torch.eye(len(F), dtype=F.dtype)
+            return project(a, d, F, M, self.reference, factors)
         return project(a, d, *dense_curvature(factors, self.reference), self.reference, factors)
 
     @torch.no_grad()

@@ -37,7 +37,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kl_clip": 0}, ValueError, "kl_clip must be > 0 or None to switch it off, got 0"),
     ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of 'mean', 'sum'"),
     ({"halves": "ranks"}, ValueError, "halves must be one of 'auto', 'samples', 'microbatches'"),
-    ({"curvature": "diagonal"}, ValueError, "curvature must be one of 'kronecker', 'identity'"),
+    (
+        {"curvature": "diagonal"},
+        ValueError,
+        "curvature must be one of 'kronecker', 'ekfac', 'identity'",
+    ),
     ({"fallback": "adam"}, ValueError, "fallback must be one of 'sgd', 'adamw'"),
     ({"fallback_lr": -1, "skip": "0"}, ValueError, "lr must be >= 0"),
     ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fop.layers import Layer
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
+from fop.squares import Eigenbasis, GradientSquares
 
 
 @dataclass
@@ -43,6 +44,15 @@ class _Pending:
     first: int = 0
     second: int = 0
     sums: PassSums | None = None
+    squares: GradientSquares | None = None
+
+    def finished_sums(self) -> FactorSums | None:
+        if self.sums is None:
+            return None
+        sums = self.sums.finish()
+        if self.squares is not None:
+            sums.squares = self.squares.finish()
+        return sums
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ class LayerCapture:
         self._bias = bias
         self.plan = plan
         self.curvature_shape: tuple[int, int] | None = None  # of the metric at hand, if any
+        self.basis: Eigenbasis | None = None  # where squares of gradients are wanted (EKFAC)
         self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
         self.examples = [0, 0]
         self._passes = 0  # backward passes that reached p.grad since it was zeroed
@@ -130,7 +141,8 @@ class LayerCapture:
         """Everything captured that a step rests on."""
         tensors = list(self.signed or [])
         if self._sums is not None:
-            tensors += [self._sums.inputs, self._sums.outputs]
+            sums = self._sums
+            tensors += [t for t in (sums.inputs, sums.outputs, sums.squares) if t is not None]
         return tensors
 
     def reset(self) -> None:
@@ -165,15 +177,26 @@ class LayerCapture:
     def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
         pending = self._current()
+        form, width = self._factor_form(), self.shape[1]
         if pending.sums is None:
-            pending.sums = PassSums(self._factor_form(), self.plan.sharing)
+            pending.sums = PassSums(form, self.plan.sharing)
+            if self.basis is not None and self.curvature_shape == self.shape:
+                pending.squares = GradientSquares(
+                    self.basis, width, form.dtype, has_bias=form.has_bias
+                )
         if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
             rows = layer.input_rows(x, grad)
             if layer.indexed:
-                pending.sums.add_indices(rows, self.shape[1])
+                pending.sums.add_indices(rows, width)
             else:
                 pending.sums.add_inputs(rows)
-        pending.sums.add_outputs(layer.output_rows(grad))
+            if pending.squares is not None:
+                add = pending.squares.add_indices if layer.indexed else pending.squares.add_inputs
+                add(rows)
+        rows = layer.output_rows(grad)
+        pending.sums.add_outputs(rows)
+        if pending.squares is not None:
+            pending.squares.add_outputs(rows)
 
     def _factor_form(self) -> FactorForm:
         widest = self.plan.max_factor_size
@@ -188,6 +211,8 @@ class LayerCapture:
     def close_extra_pass(self) -> None:
         if self._pending is not None and self._pending.sums is not None:
             self._pending.sums.close_outputs()
+            if self._pending.squares is not None:
+                self._pending.squares.close_outputs()
 
     def _current(self) -> _Pending:
         task = self.plan.extra_pass_of
@@ -222,8 +247,8 @@ class LayerCapture:
             self.reset()
         if pending.signed is not None:
             self._commit_halves(pending)
-        if pending.sums is not None:
-            sums = pending.sums.finish()
+        sums = pending.finished_sums()
+        if sums is not None:
             if self._sums is None:
                 self._sums = sums
             else:

@@ -180,6 +180,12 @@ def _spectrum(state: dict[str, Any], *, exact: bool) -> _Spectrum:
     inputs, outputs = state["input_factor"].double(), state["output_factor"].double()
     (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
     fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
+    if "corrected_eigenvalues" in state:  # which belong to just the basis they were measured in
+        fisher = state["corrected_eigenvalues"].double()
+        input_basis, output_basis = (
+            basis if basis is None else basis.double()
+            for basis in (state.get("input_basis"), state.get("output_basis"))
+        )
     if exact:
         damped = fisher + state["damping"]
     else:

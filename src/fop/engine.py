@@ -25,7 +25,7 @@ from fop.layers import Layer
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
-from fop.scaling import LossScale, factor_scales, half_difference
+from fop.scaling import LossScale, factor_scales, half_difference, square_scale
 from fop.settings import Settings
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -126,7 +126,8 @@ class Engine:
         self.settings = settings
         self._curvature = make_curvature(settings.curvature, settings.damping_mode)
         # The blocks of a norm layer are small enough to be damped exactly in any case.
-        self._unitwise = make_curvature(settings.curvature, "exact")
+        unitwise = "identity" if settings.curvature == "identity" else "kronecker"
+        self._unitwise = make_curvature(unitwise, "exact")
         halves = "samples" if settings.halves == "auto" else settings.halves
         self.plan = CapturePlan(
             halves=halves if settings.needs_halves else "none",
@@ -156,7 +157,10 @@ class Engine:
         for block in self.blocks:
             capture = block.capture
             capture.saw_empty = capture.saw_examples = capture.replaced = False
-            capture.curvature_shape = capture.shape if block.ready(state) else None
+            capture.curvature_shape = capture.basis = None
+            if block.ready(state):
+                capture.curvature_shape = capture.shape
+                capture.basis = block.curvature.basis(state[block.weight])
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
@@ -270,19 +274,26 @@ class Engine:
             # Extra passes differentiate each example's own loss, unscaled; training passes
             # differentiate the user's.
             empirical = self.plan.empirical
+            reduction = settings.loss_reduction if empirical else "sum"
             of_inputs, of_outputs = factor_scales(
                 examples=sums.examples,
                 rows=sums.rows,
                 sharing=settings.sharing,
-                reduction=settings.loss_reduction if empirical else "sum",
+                reduction=reduction,
             )
-            outputs = sums.outputs.mul_(of_outputs)
+            inputs, outputs, squares = sums.inputs, sums.outputs, sums.squares
+            inputs.mul_(of_inputs)
+            quadratic = [outputs.mul_(of_outputs)]
+            if squares is not None:
+                of_squares = square_scale(examples=sums.examples, reduction=reduction)
+                quadratic.append(squares.mul_(of_squares))
             if empirical and self.loss_scale is not None:
                 scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
-                outputs.mul_(scale.to(outputs) ** 2)
+                torch._foreach_mul_(quadratic, scale.to(outputs) ** 2)
             own = state[block.weight]
-            inputs = sums.inputs.mul_(of_inputs)
             block.curvature.absorb(own, inputs, outputs, settings.factor_decay)
+            if squares is not None:
+                block.curvature.absorb_squares(own, squares, settings.factor_decay)
             job = RefreshJob(own, options[block.weight]["damping"])
             jobs.setdefault(block.curvature, []).append((block, job))
         failed = []

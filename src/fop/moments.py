@@ -25,6 +25,7 @@ class FactorSums:
     examples: int
     rows: int
     passes: int = 1
+    squares: Tensor | None = None  # of per-example gradients, see squares.py
 
     def add(self, other: FactorSums) -> None:
         self.inputs.add_(other.inputs)
@@ -32,6 +33,8 @@ class FactorSums:
         self.examples += other.examples
         self.rows += other.rows
         self.passes += other.passes
+        if self.squares is not None and other.squares is not None:
+            self.squares.add_(other.squares)
 
 
 @dataclass(frozen=True)

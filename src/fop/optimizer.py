@@ -224,7 +224,8 @@ class FOP(SecondOrderOptimizer):
         loss_reduction: Whether the loss is the "mean" or the "sum" over the examples of a step.
         halves: "samples" splits every micro-batch, "microbatches" takes alternate backward passes.
             "auto" is "samples".
-        curvature: "kronecker", or "identity" for none.
+        curvature: "kronecker"; "ekfac" for eigenvalues corrected in the Kronecker basis, damped
+            exactly whatever `damping_mode` is; or "identity" for none.
         fallback: Rule for all other parameters: "sgd" with the options above, or "adamw".
         fallback_lr: Learning rate of the fallback; by default `lr` for "sgd" and 1e-3 for "adamw".
         norms: Normalisation layers by the "fallback", or "unitwise": with the exact curvature of
@@ -258,7 +259,7 @@ class FOP(SecondOrderOptimizer):
         kl_clip: float | None = 1e-3,
         loss_reduction: Literal["mean", "sum"] = "mean",
         halves: Literal["auto", "samples", "microbatches"] = "auto",
-        curvature: Literal["kronecker", "identity"] = "kronecker",
+        curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
         fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",
@@ -316,7 +317,7 @@ class KFAC(SecondOrderOptimizer):
         max_factor_size: int = 8192,
         kl_clip: float | None = 1e-3,
         loss_reduction: Literal["mean", "sum"] = "mean",
-        curvature: Literal["kronecker", "identity"] = "kronecker",
+        curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
         fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",

@@ -42,6 +42,12 @@ def factor_scales(*, examples: int, rows: int, sharing: str, reduction: str) -> 
     return 1.0 / examples, per_example**2 / output_count
 
 
+def square_scale(*, examples: int, reduction: str) -> float:
+    """What turns the raw sum of squared per-example gradients into their mean; see above."""
+    per_example = float(examples) if reduction == "mean" else 1.0
+    return per_example**2 / examples
+
+
 def half_difference(
     average: Tensor, signed: Tensor, first: int, second: int, rescale: Tensor
 ) -> Tensor:

@@ -49,7 +49,7 @@ class Settings:
         _one_of("total", self.total, ("mean", "sum"))
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         _one_of("halves", self.halves, ("auto", "samples", "microbatches"))
-        _one_of("curvature", self.curvature, ("kronecker", "identity"))
+        _one_of("curvature", self.curvature, ("kronecker", "ekfac", "identity"))
         _one_of("fallback", self.fallback, ("sgd", "adamw"))
         _one_of("norms", self.norms, ("fallback", "unitwise"))
         _flag("decoupled_weight_decay", self.decoupled_weight_decay)

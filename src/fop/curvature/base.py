@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fop.projection import Metric
+from fop.squares import Eigenbasis
 
 # The part of `optimizer.state[weight]` that belongs to the curvature: tensors and numbers under
 # plain names.
@@ -44,3 +45,31 @@ class Curvature(Protocol):
         ...
 
     def metric(self, state: CurvatureState) -> Metric: ...
+
+    def basis(self, state: CurvatureState) -> Eigenbasis | None:
+        """Where squares of per-example gradients are wanted, the basis to take them in."""
+        ...
+
+    def absorb_squares(self, state: CurvatureState, squares: Tensor, decay: float) -> None:
+        """Take a batch's mean squares, measured in `basis`, into their moving average."""
+        ...
+
+
+def moving_average(state: CurvatureState, name: str, batch: Tensor, decay: float) -> None:
+    """Take a batch's value into the average under `name`; the first, or one of another shape,
+    starts it anew."""
+    average = state.get(name)
+    if average is None or average.shape != batch.shape:
+        state[name] = batch.clone()
+    else:
+        average.mul_(decay).add_(batch, alpha=1 - decay)
+
+
+class WithoutSquares:
+    """The part of a curvature that rests on its factors alone."""
+
+    def basis(self, state: CurvatureState) -> Eigenbasis | None:
+        return None
+
+    def absorb_squares(self, state: CurvatureState, squares: Tensor, decay: float) -> None:
+        raise AssertionError("none were asked for")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fop.curvature.base import CurvatureState, RefreshJob
+from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares
 from fop.projection import Metric
 
 
-class Identity:
+class Identity(WithoutSquares):
     keys: tuple[str, ...] = ()
 
     def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fop import linalg
-from fop.curvature.base import CurvatureState, RefreshJob
+from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares, moving_average
 from fop.projection import Metric
 
 # A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
@@ -44,16 +44,12 @@ def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) 
     return (state[left].shape[-1], state[right].shape[-1]) == shape
 
 
-class _KroneckerFactors:
+class _KroneckerFactors(WithoutSquares):
     """The moving averages, common to both ways of damping."""
 
     def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
-        for name, batch in (("input_factor", inputs), ("output_factor", outputs)):
-            average = state.get(name)
-            if average is None or average.shape != batch.shape:
-                state[name] = batch.clone()
-            else:
-                average.mul_(decay).add_(batch, alpha=1 - decay)
+        moving_average(state, "input_factor", inputs, decay)
+        moving_average(state, "output_factor", outputs, decay)
 
 
 class FactoredKronecker(_KroneckerFactors):
@@ -150,13 +146,13 @@ class EigenKronecker(_KroneckerFactors):
         eigenvalues = state["output_eigenvalues"].unsqueeze(-1) * state[
             "input_eigenvalues"
         ].unsqueeze(-2)
-        return _EigenMetric(
+        return EigenMetric(
             eigenvalues, state.get("input_basis"), state.get("output_basis"), state["damping"]
         )
 
 
 @dataclass(frozen=True)
-class _EigenMetric:
+class EigenMetric:
     """In the Kronecker eigenbasis F and M are elementwise."""
 
     eigenvalues: Tensor  # [groups, o, i]

@@ -1,0 +1,81 @@
+"""EKFAC: the Kronecker eigenbasis, with the eigenvalues that fit best in it (George et al. 2018).
+
+    F = U diag(S) U^T,  U = U_G (x) U_A,  S = E[(U_G^T V_n U_A)^2],  V_n one example's gradient
+    M = F + lambda I
+
+For a given basis this S is the diagonal closest to the true Fisher in the Frobenius norm, where
+that of KFAC is the product of the factors' eigenvalues. It is measured in the basis at hand while
+the backward pass runs, so that no activations have to be kept. When the basis is renewed, S is
+carried over: the diagonal, in the new basis, of what it stood for in the old one. Until the first
+measurement (the second renewal) the factors' eigenvalues stand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fop.curvature.base import CurvatureState, RefreshJob, moving_average
+from fop.curvature.kronecker import EigenKronecker, EigenMetric
+from fop.projection import Metric
+from fop.squares import Eigenbasis
+
+
+class EigenCorrected(EigenKronecker):
+    keys: tuple[str, ...] = (*EigenKronecker.keys, "corrected_eigenvalues")
+
+    def basis(self, state: CurvatureState) -> Eigenbasis | None:
+        if "input_eigenvalues" not in state:
+            return None
+        return Eigenbasis(state.get("input_basis"), state.get("output_basis"))
+
+    def absorb_squares(self, state: CurvatureState, squares: Tensor, decay: float) -> None:
+        moving_average(state, "corrected_eigenvalues", squares, decay)
+
+    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
+        before = [self.basis(job.state) for job in jobs]
+        outcome = super().refresh(jobs)
+        for job, old, renewed in zip(jobs, before, outcome, strict=True):
+            corrected = job.state.get("corrected_eigenvalues")
+            if not renewed or corrected is None:
+                continue
+            new = self.basis(job.state)
+            assert old is not None  # they were measured in it
+            assert new is not None
+            if _fits(corrected, job.state):
+                job.state["corrected_eigenvalues"] = carried_over(corrected, old, new)
+            else:  # of a matrix that had another shape, before a bias was frozen or thawed
+                del job.state["corrected_eigenvalues"]
+        return outcome
+
+    def metric(self, state: CurvatureState) -> Metric:
+        corrected = state.get("corrected_eigenvalues")
+        if corrected is None:
+            return super().metric(state)
+        return EigenMetric(
+            corrected, state.get("input_basis"), state.get("output_basis"), state["damping"]
+        )
+
+
+def carried_over(eigenvalues: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
+    """Diagonal of U diag(S) U^T in the new basis: (R_G^2) S (R_A^2)^T with R = U_new^T U_old."""
+    of_outputs, of_inputs = (
+        _overlaps(before, after)
+        for before, after in ((old.outputs, new.outputs), (old.inputs, new.inputs))
+    )
+    carried = eigenvalues if of_outputs is None else of_outputs @ eigenvalues
+    return carried if of_inputs is None else carried @ of_inputs.mT
+
+
+def _overlaps(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Squared cosines of new and old axes; None where neither factor has a basis of its own."""
+    if old is None or new is None:
+        only = new.mT if new is not None else old
+        return None if only is None else only.square()
+    return (new.mT @ old).square_()
+
+
+def _fits(eigenvalues: Tensor, state: CurvatureState) -> bool:
+    shape = (state["output_eigenvalues"].shape[-1], state["input_eigenvalues"].shape[-1])
+    return tuple(eigenvalues.shape[-2:]) == shape
