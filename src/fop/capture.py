@@ -111,16 +111,15 @@ class LayerCapture:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the layer's matrix, as trained at present."""
-        return self.layer.matrix_shape(self.weight, self.bias is not None)
+        return self.layer.matrix_shape(self.layer.own_weight(self.weight), self.bias is not None)
 
     @property
     def wants_sums(self) -> bool:
         """When curvature is due, or the layer has none that fits it (yet, or after unfreezing)."""
         return self.plan.curvature and (self.plan.refresh_due or self.curvature_shape != self.shape)
 
-    def tracks(self, module: nn.Module) -> bool:
-        """Whether a call of the module has to be watched now."""
-        current = module._parameters.get("weight")
+    def tracks(self, current: Tensor | None) -> bool:
+        """Whether a call of the module has to be watched now, given what it has as its weight."""
         if current is not self.weight:  # torch.func.functional_call puts plain tensors there
             self.replaced = isinstance(current, nn.Parameter)
             return False

@@ -65,7 +65,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         found = engine.coefficients.get(block.name)
         if found is None or not fnmatchcase(block.name, layers):
             continue
-        state = optimizer.state[block.weight]
+        state = block.state_in(optimizer.state)
         entry = dict.fromkeys((*GRADIENT_KEYS, *KL_KEYS, *SPECTRUM_KEYS), math.nan)
         entry |= {name: float(getattr(found, name)) for name in ("s", "beta", "eta", "cos2")}
         entry["damping"] = float(state.get("damping", math.nan))
@@ -176,7 +176,7 @@ class _Spectrum:
         }
 
 
-def _spectrum(state: dict[str, Any], *, exact: bool) -> _Spectrum:
+def _spectrum(state: Mapping[str, Any], *, exact: bool) -> _Spectrum:
     inputs, outputs = state["input_factor"].double(), state["output_factor"].double()
     (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
     fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)

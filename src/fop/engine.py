@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fop.capture import CapturePlan, LayerCapture
 from fop.curvature import Curvature, make_curvature
-from fop.curvature.base import RefreshJob
+from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
 from fop.layers import Layer
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
@@ -37,12 +37,19 @@ class Block:
     """One preconditioned layer."""
 
     name: str
+    module_name: str
     capture: LayerCapture
     curvature: Curvature
 
     def ready(self, state: State) -> bool:
         """Whether there is curvature that fits the layer as it is trained at present."""
-        return self.curvature.ready(state.get(self.weight, {}), self.capture.shape)
+        own = self.state_in(state) if self.weight in state else {}
+        return self.curvature.ready(own, self.capture.shape)
+
+    def state_in(self, state: State) -> CurvatureState:
+        """The curvature's part of the optimizer's state."""
+        own, prefix = state[self.weight], self.layer.state_prefix
+        return PrefixedState(own, prefix) if prefix else own
 
     @property
     def layer(self) -> Layer:
@@ -55,11 +62,11 @@ class Block:
     def average(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         """The ordinary gradient as the layer's matrix, in the precision of the curvature."""
         dtype = factor_dtype(self.weight.dtype)
-        bias = self.capture.bias
+        bias, layer = self.capture.bias, self.layer
         of_bias = None
         if bias is not None:
-            of_bias = gradients.get(bias, torch.zeros_like(bias)).to(dtype)
-        return self.layer.to_matrix(gradients[self.weight].to(dtype), of_bias)
+            of_bias = layer.own_bias(gradients.get(bias, torch.zeros_like(bias))).to(dtype)
+        return layer.to_matrix(layer.own_weight(gradients[self.weight]).to(dtype), of_bias)
 
     def difference(self, average: Tensor, loss_scale: LossScale | None) -> Tensor | None:
         """g1 - g2 on the scale of the gradient; None if one half has no examples."""
@@ -73,11 +80,28 @@ class Block:
             rescale = rescale * loss_scale.inverse.to(rescale)
         return half_difference(average, signed, first, second, rescale.to(signed))
 
-    def split(self, matrix: Tensor) -> dict[Tensor, Tensor]:
-        """The layer's matrix as the parts that belong to its trained parameters."""
-        parameters = [p for p in (self.weight, self.capture.bias) if p is not None]
-        parts = self.layer.from_matrix(matrix, *_pair(parameters))
-        return {p: part.to(p.dtype) for p, part in zip(parameters, parts, strict=True)}
+    def write(
+        self, matrix: Tensor, updates: dict[Tensor, Tensor], gradients: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Enter the layer's matrix into the updates of its trained parameters.
+
+        What of a parameter belongs to other layers keeps its own update, or else its gradient.
+        """
+        layer, bias = self.layer, self.capture.bias
+        owned = [(self.weight, layer.own_weight)]
+        owned += [(bias, layer.own_bias)] if bias is not None else []
+        shapes = _pair([part_of(parameter) for parameter, part_of in owned])
+        parts = layer.from_matrix(matrix, *shapes)
+        for (parameter, part_of), part in zip(owned, parts, strict=True):
+            if part.shape == parameter.shape:
+                updates[parameter] = part.to(parameter.dtype)
+            else:
+                if parameter not in updates:
+                    rest = gradients.get(parameter)
+                    updates[parameter] = (
+                        torch.zeros_like(parameter) if rest is None else rest.clone()
+                    )
+                part_of(updates[parameter]).copy_(part)
 
 
 def _refuse_sparse(gradients: Mapping[Tensor, Tensor], options: Mapping[Tensor, Group]) -> None:
@@ -142,14 +166,16 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self._said_no_halves = False
 
-    def add(self, name: str, capture: LayerCapture) -> None:
+    def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
-        self.blocks.append(Block(name, capture, curvature))
+        self.blocks.append(Block(name, module_name, capture, curvature))
 
     @property
     def curvature_keys(self) -> set[str]:
         """Names of what curvature keeps in the optimizer's state."""
-        return {*self._curvature.keys, *self._unitwise.keys}
+        return {
+            block.layer.state_prefix + key for block in self.blocks for key in block.curvature.keys
+        }
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
@@ -160,7 +186,7 @@ class Engine:
             capture.curvature_shape = capture.basis = None
             if block.ready(state):
                 capture.curvature_shape = capture.shape
-                capture.basis = block.curvature.basis(state[block.weight])
+                capture.basis = block.curvature.basis(block.state_in(state))
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
@@ -242,7 +268,8 @@ class Engine:
                     "call torch.compiler.reset()), or its weight is used without the module "
                     "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand, or, "
                     'with fisher="mc" or "exact", the model given to the optimizer was not called. '
-                    f"Call the module, or pass skip=[{block.name!r}] to use the fallback rule."
+                    f"Call the module, or pass skip=[{block.module_name!r}] to use the fallback "
+                    "rule."
                 )
 
     def _healthy(self, gradients: Iterable[Tensor], active: list[Block]) -> Tensor:
@@ -290,7 +317,7 @@ class Engine:
             if empirical and self.loss_scale is not None:
                 scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
                 torch._foreach_mul_(quadratic, scale.to(outputs) ** 2)
-            own = state[block.weight]
+            own = block.state_in(state)
             block.curvature.absorb(own, inputs, outputs, settings.factor_decay)
             if squares is not None:
                 block.curvature.absorb_squares(own, squares, settings.factor_decay)
@@ -323,7 +350,7 @@ class Engine:
         self.coefficients, self.clip = {}, None
         for block in active:
             if block.ready(state):
-                metric = block.curvature.metric(state[block.weight])
+                metric = block.curvature.metric(block.state_in(state))
                 update, found = self._direction(block, gradients, metric)
                 directions.append((block, update))
                 self.coefficients[block.name] = found
@@ -337,7 +364,7 @@ class Engine:
         for block, update in directions:
             if self.clip is not None:
                 update.mul_(self.clip.to(update))
-            updates.update(block.split(update))
+            block.write(update, updates, gradients)
         return updates, alignment
 
     def _direction(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fop.layers import Layer, layer_for
+from fop.layers import ROLES, Layer, ProjectionLayer, Role, attention_parameters, layer_for
 
 logger = logging.getLogger("fop")
 
@@ -32,12 +32,16 @@ class Use:
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """A weight to precondition, its bias, and the modules that use it: several if it is tied."""
+    """A weight to precondition, its bias, and the modules that use it: several if it is tied.
+
+    The parameters may hold more than this layer's part, as the packed ones of attention do.
+    """
 
     name: str
     weight: nn.Parameter
     bias: nn.Parameter | None
     uses: tuple[Use, ...]
+    module_name: str  # what `skip` takes; attention has several layers in one module
 
     def parameters(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -47,31 +51,99 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
     """The layers to precondition, in the order of `model.named_modules()`."""
     rules = _skip_rules(model, skip)
     skipped = {m for name, m in model.named_modules() if any(_skips(r, name, m) for r in rules)}
-    inside_attention = _children_of_attention(model)
+    attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    inside_attention = {child for attention in attentions for child in attention.children()}
+    skipped |= {
+        child for attention in attentions if attention in skipped for child in attention.children()
+    }
     owners = _owners(model)
-    found: dict[nn.Parameter | None, FoundLayer] = {}
+    found: list[FoundLayer] = []
+    taken: set[nn.Parameter | None] = set()
     for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            layers = _attention_layers(name, module, skipped, owners, attentions)
+            found += [layer for layer in layers if layer.weight not in taken]
+            taken |= {layer.weight for layer in layers}
+            continue
+        if module in inside_attention:
+            continue
         layer, weight = layer_for(module, norms=norms), module._parameters.get("weight")
         if layer is None and any(p is not None for p in module._parameters.values()):
             kind = type(module).__name__
             logger.info("%r is trained by the fallback rule: no curvature for %s", name, kind)
-        if layer is None or module in skipped or weight in found:
+        if layer is None or module in skipped or weight in taken:
             continue
         sharing = owners.get(weight, []) if weight is not None else []
         uses = _uses(sharing, norms=norms)
         if weight is None:
             reason: str | None = "its weight is computed by a parametrization"
-        elif module in inside_attention:
-            reason = "nn.MultiheadAttention uses it without calling it"
         else:
             reason = layer.refusal(module)
+            if reason is None and not inside_attention.isdisjoint(sharing):
+                reason = "it shares parameters with nn.MultiheadAttention"
             if reason is None and (uses is None or not skipped.isdisjoint(sharing)):
                 reason = "it shares parameters with a module that is not preconditioned"
         if reason is not None or weight is None or uses is None:
             logger.info("layer %r is trained by the fallback rule: %s", name, reason)
             continue
-        found[weight] = FoundLayer(name, weight, _common_bias(uses, owners), uses)
-    return list(found.values())
+        taken.add(weight)
+        found.append(FoundLayer(name, weight, _common_bias(uses, owners), uses, name))
+    return found
+
+
+def _attention_layers(
+    name: str,
+    module: nn.MultiheadAttention,
+    skipped: set[nn.Module],
+    owners: Mapping[nn.Parameter, list[nn.Module]],
+    attentions: Sequence[nn.MultiheadAttention],
+) -> list[FoundLayer]:
+    """The projections of one attention that can be preconditioned.
+
+    A parameter may be shared with other attentions, if each uses it in the same place.
+    """
+    found = []
+    for role in ROLES:
+        holder: nn.Module = module.out_proj if role == "out_proj" else module
+        if holder in skipped:
+            continue
+        weight, bias = attention_parameters(module, role)
+        users = [other for other in attentions if attention_parameters(other, role)[0] is weight]
+        reason = None
+        if type(module).forward is not nn.MultiheadAttention.forward:
+            reason = f"{type(module).__name__} has a forward of its own"
+        elif weight is None:
+            reason = "its weight is computed by a parametrization"
+        elif not _only_these(owners[weight], users, role, skipped):
+            reason = "it shares parameters with a module of another kind, or one that is skipped"
+        place = f"{name}.{role}" if name else role
+        if reason is not None or weight is None:
+            logger.info("layer %r is trained by the fallback rule: %s", place, reason)
+            continue
+        alike = all(attention_parameters(user, role)[1] is bias for user in users)
+        if bias is None or not alike or len(owners[bias]) != len(users):
+            bias = None  # a bias that others share differently follows the fallback
+        uses = tuple(Use(user, ProjectionLayer(user, role)) for user in users)
+        skippable = name if role != "out_proj" else place
+        found.append(FoundLayer(place, weight, bias, uses, skippable))
+    return found
+
+
+def _only_these(
+    holders: Sequence[nn.Module],
+    users: Sequence[nn.MultiheadAttention],
+    role: Role,
+    skipped: set[nn.Module],
+) -> bool:
+    """Whether a weight is held by these attentions alone, and all of them are preconditioned."""
+    expected: list[nn.Module] = [u.out_proj if role == "out_proj" else u for u in users]
+    own_forward = all(type(u).forward is nn.MultiheadAttention.forward for u in users)
+    return (
+        own_forward
+        and skipped.isdisjoint(expected)
+        and len(holders) == len(expected)
+        and all(holder in expected for holder in holders)
+    )
 
 
 def _uses(modules: list[nn.Module], *, norms: bool) -> tuple[Use, ...] | None:
@@ -252,12 +324,3 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
             if parameter is not None:
                 owners.setdefault(parameter, []).append(module)
     return owners
-
-
-def _children_of_attention(model: nn.Module) -> set[nn.Module]:
-    return {
-        child
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for child in module.children()
-    }

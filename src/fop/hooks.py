@@ -9,6 +9,7 @@ gradient, and keeps their difference. No module is patched and nothing is comput
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +162,15 @@ def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> li
     return gradients
 
 
-class LayerHook:
+class WatchingHook(ABC):
+    """What an optimizer puts on a module to capture from it."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+
+class LayerHook(WatchingHook):
     """The forward hook on a module. Holds the capture weakly; a copied or pickled hook is inert.
 
     What is captured is a Python side effect, which a compiled graph can't hold: torch.compile has
@@ -200,6 +209,21 @@ class LayerHook:
         return LayerHook, ()
 
 
+def in_transform() -> bool:
+    """Inside torch.func's transforms no gradient reaches p.grad: there is nothing to capture."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def wanted(reference: weakref.ref[LayerCapture], weight: Tensor | None, x: Tensor) -> bool:
+    """Whether a call with this weight and input has to be tracked."""
+    capture = reference()
+    if capture is None:
+        return False
+    capture.saw_empty |= x.numel() == 0
+    capture.saw_examples |= x.numel() > 0
+    return x.numel() > 0 and capture.tracks(weight)
+
+
 def _track(
     reference: weakref.ref[LayerCapture],
     layer: Layer,
@@ -209,14 +233,8 @@ def _track(
     kwargs: dict[str, Any],
     output: Tensor,
 ) -> Tensor | None:
-    capture = reference()
-    # Inside torch.func's transforms no gradient reaches p.grad, so there is nothing to capture.
-    if capture is None or torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    x = args[0] if args else kwargs["input"]
-    capture.saw_empty |= x.numel() == 0
-    capture.saw_examples |= x.numel() > 0
-    if x.numel() == 0 or not capture.tracks(module):
+    x, weight = args[0] if args else kwargs["input"], module._parameters.get("weight")
+    if in_transform() or not wanted(reference, weight, x):
         return None
     tracked: Tensor
     if isinstance(layer, NormLayer):
@@ -227,7 +245,7 @@ def _track(
     else:
         x, bias = layer.prepare(x), module._parameters.get("bias")
         tracked = TrackedCall.apply(  # type: ignore[no-untyped-call]
-            x, capture.weight, bias, layer, curvature, reference, (output,)
+            x, weight, bias, layer, curvature, reference, (output,)
         )
     return tracked
 
@@ -261,6 +279,5 @@ def watch_gradient(capture: LayerCapture) -> RemovableHandle:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a living optimizer captures from this module already."""
-    return any(
-        isinstance(hook, LayerHook) and hook.alive for hook in module._forward_hooks.values()
-    )
+    hooks: list[object] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(isinstance(hook, WatchingHook) and hook.alive for hook in hooks)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import FoundLayer, Skip, build_groups, check_model, find_layers
 from fop.hooks import is_watched, watch_gradient, watch_module
+from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
 
@@ -67,16 +69,21 @@ class SecondOrderOptimizer(Optimizer):
             )
         self._engine = Engine(self._settings)
         handles: list[RemovableHandle] = []
+        attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
             layer = found.uses[0].layer
             capture = LayerCapture(layer, found.weight, found.bias, self._engine.plan)
-            self._engine.add(found.name, capture)
+            self._engine.add(found.name, found.module_name, capture)
             if watching:
                 handles.append(watch_gradient(capture))
-                handles += [
-                    watch_module(u.module, capture, u.layer, u.curvature) for u in found.uses
-                ]
+            for use in found.uses if watching else ():
+                if isinstance(use.layer, ProjectionLayer):
+                    attentions.setdefault(use.module, {})[capture] = use.layer
+                else:
+                    handles.append(watch_module(use.module, capture, use.layer, use.curvature))
+        names = {module: name for name, module in self._model.named_modules()}
+        handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
         settings = self._settings
         self._extra_pass = None
         if self._engine.plan.curvature and settings.fisher != "empirical":

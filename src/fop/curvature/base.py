@@ -6,7 +6,7 @@ without further ado, and resume continues bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,31 @@ from fop.squares import Eigenbasis
 
 # The part of `optimizer.state[weight]` that belongs to the curvature: tensors and numbers under
 # plain names.
-CurvatureState = dict[str, Any]
+CurvatureState = MutableMapping[str, Any]
+
+
+class PrefixedState(MutableMapping[str, Any]):
+    """The entries of a state whose names start with a prefix: for layers that share a weight."""
+
+    def __init__(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        self._state = state
+        self._prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self._state[self._prefix + key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._state[self._prefix + key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._state[self._prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self._prefix)
+        return (key[start:] for key in self._state if key.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Layer types the optimizer preconditions.
 
 A new one is a `Layer` subclass and one line in `LAYER_TYPES`, or `NORM_TYPES` for a normalisation.
+nn.MultiheadAttention is four layers in one module, and has its own way in (`fop/attention.py`).
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from fop.layers.attention import IN_ROLES, ROLES, ProjectionLayer, Role, attention_parameters
 from fop.layers.base import Layer
 from fop.layers.conv import ConvLayer, ConvTransposeLayer
 from fop.layers.embedding import EmbeddingLayer
@@ -48,4 +50,15 @@ def layer_for(module: nn.Module, *, norms: bool = False) -> Layer | None:
     return None
 
 
-__all__ = ["LAYER_TYPES", "NORM_TYPES", "Layer", "NormLayer", "layer_for"]
+__all__ = [
+    "IN_ROLES",
+    "LAYER_TYPES",
+    "NORM_TYPES",
+    "ROLES",
+    "Layer",
+    "NormLayer",
+    "ProjectionLayer",
+    "Role",
+    "attention_parameters",
+    "layer_for",
+]

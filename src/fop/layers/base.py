@@ -26,6 +26,7 @@ class Layer(ABC):
     indexed: bool = False  # inputs are indices that stand for one-hot rows
     observed: bool = False  # autograd's own backward stays; only `example_gradients` are taken
     bias_column: bool = True  # the bias is the matrix's last column, for a constant input 1
+    state_prefix: str = ""  # before the names of its state, where layers share a weight's rows
 
     @abstractmethod
     def __init__(self, module: nn.Module) -> None: ...
@@ -70,6 +71,14 @@ class Layer(ABC):
     @abstractmethod
     def output_rows(self, grad: Tensor) -> Tensor:
         """[n, groups, s, o]"""
+
+    def own_weight(self, tensor: Tensor) -> Tensor:
+        """A view of this layer's part of a tensor shaped like the parameter with its weight."""
+        return tensor
+
+    def own_bias(self, tensor: Tensor) -> Tensor:
+        """The same of the parameter with its bias."""
+        return tensor
 
     def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""

@@ -1,0 +1,53 @@
+"""nn.MultiheadAttention: four linear layers, for queries, keys, values and the output.
+
+Each is a block of its own, so the curvature and the step are those of four nn.Linear modules,
+whether torch keeps the weights of the first three packed in one parameter, rows of `in_proj_weight`
+[3 E, E], or, with other sizes of keys and values, apart. Their biases are packed in any case. So
+a block's weight and bias may be rows of a larger parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fop.layers.linear import LinearLayer
+
+Role = Literal["query", "key", "value", "out_proj"]
+IN_ROLES: tuple[Role, ...] = ("query", "key", "value")
+ROLES: tuple[Role, ...] = (*IN_ROLES, "out_proj")
+
+
+class ProjectionLayer(LinearLayer):
+    """One projection. Dimension 0 of what it is given counts examples, whatever batch_first is."""
+
+    def __init__(self, module: nn.Module, role: Role) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        super().__init__(module)
+        self.role = role
+        everything, rows = slice(None), slice(None)
+        if role != "out_proj":
+            index, width = IN_ROLES.index(role), module.embed_dim
+            rows = slice(index * width, (index + 1) * width)
+        packed = module._qkv_same_embed_dim and role != "out_proj"
+        self._weight_rows, self._bias_rows = (rows if packed else everything), rows
+        self.state_prefix = f"{role}." if packed else ""
+
+    def own_weight(self, tensor: Tensor) -> Tensor:
+        return tensor[self._weight_rows]
+
+    def own_bias(self, tensor: Tensor) -> Tensor:
+        return tensor[self._bias_rows]
+
+
+def attention_parameters(
+    module: nn.MultiheadAttention, role: Role
+) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """The parameters that hold a projection's weight and bias; no weight if it is computed."""
+    own = module._parameters
+    if role == "out_proj":
+        inner: nn.Module = module.out_proj
+        return inner._parameters.get("weight"), inner._parameters.get("bias")
+    name = "in_proj_weight" if module._qkv_same_embed_dim else f"{role[0]}_proj_weight"
+    return own.get(name), own.get("in_proj_bias")
