@@ -28,6 +28,7 @@ class Use:
     module: nn.Module
     layer: Layer
     curvature: bool = True
+    sequence_first: bool = False  # in a call with three dimensions the second counts examples
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
     skipped |= {
         child for attention in attentions if attention in skipped for child in attention.children()
     }
-    owners = _owners(model)
+    owners, sequence_first = _owners(model), _sequence_first(model)
     found: list[FoundLayer] = []
     taken: set[nn.Parameter | None] = set()
     for name, module in model.named_modules():
@@ -74,7 +75,7 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
         if layer is None or module in skipped or weight in taken:
             continue
         sharing = owners.get(weight, []) if weight is not None else []
-        uses = _uses(sharing, norms=norms)
+        uses = _uses(sharing, sequence_first, norms=norms)
         if weight is None:
             reason: str | None = "its weight is computed by a parametrization"
         else:
@@ -146,7 +147,9 @@ def _only_these(
     )
 
 
-def _uses(modules: list[nn.Module], *, norms: bool) -> tuple[Use, ...] | None:
+def _uses(
+    modules: list[nn.Module], sequence_first: set[nn.Module], *, norms: bool
+) -> tuple[Use, ...] | None:
     """How the modules that share a weight use it; None where they can't be combined.
 
     Modules of one type are like further calls of one module. An embedding tied to an output layer
@@ -163,7 +166,10 @@ def _uses(modules: list[nn.Module], *, norms: bool) -> tuple[Use, ...] | None:
     leading = type(pairs[0][0]) if pairs else None
     if any(type(layer) is not leading and not layer.indexed for layer, _ in pairs):
         return None
-    return tuple(Use(module, layer, curvature=type(layer) is leading) for layer, module in pairs)
+    return tuple(
+        Use(module, layer, type(layer) is leading, module in sequence_first)
+        for layer, module in pairs
+    )
 
 
 def _common_bias(
@@ -324,3 +330,21 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
             if parameter is not None:
                 owners.setdefault(parameter, []).append(module)
     return owners
+
+
+def _sequence_first(model: nn.Module) -> set[nn.Module]:
+    """The layers that torch's transformers call with [positions, examples, features]."""
+    layers: set[nn.Module] = set()
+    stacks: list[nn.TransformerEncoder | nn.TransformerDecoder] = []
+    for module in model.modules():
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            if not module.self_attn.batch_first:
+                layers.add(module)
+        elif isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
+            stacks.append(module)
+    norms = {
+        stack.norm
+        for stack in stacks
+        if stack.norm is not None and layers.issuperset(stack.layers) and len(stack.layers) > 0
+    }
+    return norms | {child for layer in layers for child in layer.children()}

@@ -182,10 +182,12 @@ class LayerHook(WatchingHook):
         capture: LayerCapture | None = None,
         layer: Layer | None = None,
         curvature: bool = True,
+        sequence_first: bool = False,
     ) -> None:
         self._capture = weakref.ref(capture) if capture is not None else None
         self._layer = layer
         self._curvature = curvature
+        self._sequence_first = sequence_first
         self._track = torch.compiler.disable(_track) if capture is not None else None
 
     @property
@@ -197,9 +199,13 @@ class LayerHook(WatchingHook):
     ) -> Tensor | None:
         if self._track is None or not torch.is_grad_enabled():
             return None
-        tracked: Tensor | None = self._track(
-            self._capture, self._layer, self._curvature, module, args, kwargs, output
-        )
+        x = args[0] if args else kwargs["input"]
+        settings = (self._capture, self._layer, self._curvature)
+        tracked: Tensor | None
+        if self._sequence_first and x.dim() == 3:
+            tracked = self._track(*settings, module, x.transpose(0, 1), output.transpose(0, 1))
+            return None if tracked is None else tracked.transpose(0, 1)
+        tracked = self._track(*settings, module, x, output)
         return tracked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
@@ -229,11 +235,10 @@ def _track(
     layer: Layer,
     curvature: bool,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    x: Tensor,
     output: Tensor,
 ) -> Tensor | None:
-    x, weight = args[0] if args else kwargs["input"], module._parameters.get("weight")
+    weight = module._parameters.get("weight")
     if in_transform() or not wanted(reference, weight, x):
         return None
     tracked: Tensor
@@ -251,10 +256,10 @@ def _track(
 
 
 def watch_module(
-    module: nn.Module, capture: LayerCapture, layer: Layer, curvature: bool
+    module: nn.Module, capture: LayerCapture, layer: Layer, curvature: bool, sequence_first: bool
 ) -> RemovableHandle:
     """Start watching the calls of a module; the handle stops it."""
-    hook = LayerHook(capture, layer, curvature)
+    hook = LayerHook(capture, layer, curvature, sequence_first)
     # First in line, so that hooks of the user that change the output stay part of the graph after
     # the layer's own.
     return module.register_forward_hook(hook, prepend=True, with_kwargs=True)

@@ -81,7 +81,8 @@ class SecondOrderOptimizer(Optimizer):
                 if isinstance(use.layer, ProjectionLayer):
                     attentions.setdefault(use.module, {})[capture] = use.layer
                 else:
-                    handles.append(watch_module(use.module, capture, use.layer, use.curvature))
+                    how = (use.layer, use.curvature, use.sequence_first)
+                    handles.append(watch_module(use.module, capture, *how))
         names = {module: name for name, module in self._model.named_modules()}
         handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
         settings = self._settings
