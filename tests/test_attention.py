@@ -194,7 +194,7 @@ class Translating(nn.Module):
 def test_transformers_take_the_steps_of_their_linear_layers(
     kind: Callable[..., nn.Module], batch_first: bool, norm_first: bool
 ) -> None:
-    """All their layers are captured in training, with examples found where batch_first puts them."""
+    """All layers are captured in training, with examples found where batch_first puts them."""
     torch.manual_seed(0)
     model = kind(batch_first=batch_first, norm_first=norm_first).double()
     twin = kind(batch_first=True, norm_first=norm_first).double()
@@ -248,14 +248,16 @@ def test_frozen_parts_are_left_alone(frozen: list[str]) -> None:
     for name in frozen:
         model.attention.get_parameter(name).requires_grad_(False)
     plain = with_plain_attention(model)
-    for one in (model, plain):
-        optimizer = fop.FOP(one)
-        train(one, optimizer, [tokens(seed=seed) for seed in range(4)])
-    assert distance(*aligned(model, plain)) < 1e-9
-    for one in (model, plain):  # and thawed again
-        one.requires_grad_(True)
-        train(one, fop.FOP(one), [tokens(seed=seed) for seed in range(4)])
-    assert distance(*aligned(model, plain)) < 1e-9
+    before = {name: model.attention.get_parameter(name).clone() for name in frozen}
+    optimizers = [fop.FOP(model), fop.FOP(plain)]
+    for thawed in (False, True):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            if thawed:
+                one.requires_grad_(True)
+            train(one, optimizer, [tokens(seed=seed) for seed in range(4)])
+        assert distance(*aligned(model, plain)) < 1e-9
+        kept = [torch.equal(model.attention.get_parameter(n), old) for n, old in before.items()]
+        assert all(kept) is not thawed
 
 
 def test_groups_by_name_reach_the_projections() -> None:
@@ -433,6 +435,7 @@ def test_an_unbatched_call_is_one_example() -> None:
     assert [block.capture._sums.examples for block in optimizer._engine.blocks] == [1] * 4
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_evaluation_and_no_grad_are_torchs_own() -> None:
     """The fast paths included: they run only where no gradient is asked for."""
     torch.manual_seed(0)
@@ -533,8 +536,8 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
             x, y = tokens(seed=seed)
             x.requires_grad_()
             optimizer.zero_grad()
-            run = (lambda x: checkpoint(model, x, use_reentrant=reentrant)) if index else model
-            functional.cross_entropy(run(x), y).backward()
+            output = checkpoint(model, x, use_reentrant=reentrant) if index else model(x)
+            functional.cross_entropy(output, y).backward()
             optimizer.step()
     assert same(snapshot(models[0]), snapshot(models[1]))
 
@@ -611,39 +614,38 @@ def test_a_replaced_projection_is_named() -> None:
 
 
 def test_no_graph_outlives_its_step() -> None:
-    """Marks carry a reference to their call: it must not close a cycle around the graph."""
+    """Marks hold their call, which must not close a cycle around the graph."""
     model = attending()
     optimizer = fop.FOP(model)
-    x, y = tokens()
-    x.requires_grad_()
-    output = model(x)
-    reference = weakref.ref(output.grad_fn)
-    functional.cross_entropy(output, y).backward()
-    optimizer.step()
+    train(model, optimizer, [tokens()])
     gc.collect()
     gc.disable()
     try:
-        output = model(x)
-        reference = weakref.ref(output.grad_fn)
+        output = model(tokens()[0])
+        graph = weakref.ref(output.grad_fn)
         del output
-        assert reference() is None
+        assert graph() is None
     finally:
         gc.enable()
 
 
+def encoding() -> nn.Module:
+    torch.manual_seed(0)
+    return Encoding(batch_first=False, norm_first=False).double()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("order", ["compiled first", "optimizer first"])
-@pytest.mark.parametrize("kind", ["keys are values", "self, batch first, masks"])
-def test_a_compiled_model_trains_like_a_plain_one(order: str, kind: str) -> None:
+@pytest.mark.parametrize("build", [encoding, lambda: attending("kv", batch_first=True)])
+def test_a_compiled_model_trains_like_a_plain_one(build: Callable[[], nn.Module]) -> None:
     torch.compiler.reset()
-    plain, inner = attending(**MODELS[kind]), attending(**MODELS[kind])
+    plain, inner = build(), build()
     compiled: Any = inner
-    if order == "compiled first":
+    if build is encoding:  # compiled first, or last
         compiled = torch.compile(inner, backend="aot_eager")
     optimizer = fop.FOP(compiled)
-    if order == "optimizer first":
+    if build is not encoding:
         compiled = torch.compile(inner, backend="aot_eager")
-    data = [tokens(seed=seed) for seed in range(5)]
+    data = [tokens(seed=seed) for seed in range(4)]
     train(compiled, optimizer, data)
     train(plain, fop.FOP(plain), data)
-    assert distance(snapshot(inner), snapshot(plain)) < 1e-12
+    assert distance(snapshot(inner), snapshot(plain)) < 1e-10

@@ -153,6 +153,9 @@ def test_layers_that_can_not_be_watched_fall_back_and_are_logged(
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(4, 2)
+            for projection in ("in_proj_weight", "out_proj.weight"):
+                holder = self.attention.get_submodule(projection.rpartition(".")[0])
+                nn.utils.parametrizations.weight_norm(holder, projection.rpartition(".")[2])
             self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
             self.encode = nn.Linear(4, 4)
             self.decode = nn.Bilinear(4, 1, 4)
@@ -170,7 +173,9 @@ def test_layers_that_can_not_be_watched_fall_back_and_are_logged(
     with caplog.at_level("INFO", logger="fop"):
         optimizer = fop.FOP(model)
     messages = "\n".join(caplog.messages)
-    assert "'attention.out_proj' is trained by the fallback rule: nn.MultiheadAttention" in messages
+    for role in ("query", "key", "value", "out_proj"):
+        expected = f"'attention.{role}' is trained by the fallback rule: its weight is computed"
+        assert expected in messages
     assert "'normed' is trained by the fallback rule: its weight is computed" in messages
     assert "'encode' is trained by the fallback rule: it shares parameters with" in messages
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -258,8 +258,18 @@ def test_a_step_without_gradients_does_nothing() -> None:
 
 def test_the_repr_tells_what_is_trained_how() -> None:
     text = repr(fop.FOP(cnn(), fallback="adamw"))
-    assert "2 layers by kronecker curvature, 2 parameters by adamw" in text
+    assert "2 layers by kronecker curvature, 2 parameters by adamw (BatchNorm2d 1)" in text
     assert "lr: 0.1" in text
+
+
+def test_the_repr_names_the_modules_without_curvature() -> None:
+    norms = nn.ModuleList(nn.LayerNorm(2) for _ in range(4))
+    parts = {"rnn": nn.LSTM(2, 2), "bag": nn.EmbeddingBag(3, 2), "norms": norms}
+    model = nn.ModuleDict({**parts, "gru": nn.GRU(2, 2), "head": nn.Linear(2, 2)})
+    model.scale = nn.Parameter(torch.ones(()))
+    text = repr(fop.FOP(model))
+    where = "ModuleDict; LSTM rnn; EmbeddingBag bag; LayerNorm norms.0, norms.1 and 2 more; GRU gru"
+    assert f"# 1 layers by kronecker curvature, 18 parameters by sgd ({where})" in text
 
 
 # ---- copies

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,21 +40,34 @@ class _Marked(Tensor):
 
     call: _Call
     role: Role | None = None  # of a weight: the projection it stands for
+    # `_answer`, hidden from torch.compile, whose graphs can't hold such tensors. Set by the first
+    # hook, because hiding makes torch import its compiler.
+    answer: ClassVar[Callable[..., Any] | None] = None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        call = next(tensor.call for tensor in _marked_in((*args, *kwargs.values())))
-        if func is F.multi_head_attention_forward:
-            return call.attend(_SIGNATURE.bind(*args, **kwargs).arguments)
-        if func is F.linear:
-            return call.project(*args, **kwargs)
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        for tensor in _marked_in((result,)):
-            tensor.call = call
-        return result
+        assert cls.answer is not None
+        return cls.answer(func, types, args, kwargs or {})
+
+    @classmethod
+    def unchanged(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch computes; marked, but without its call yet."""
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` is to return for arguments of which some are marked."""
+    call = next(tensor.call for tensor in _marked_in((*args, *kwargs.values())))
+    if func is F.multi_head_attention_forward:
+        return call.attend(*args, **kwargs)
+    if func is F.linear:
+        return call.project(*args, **kwargs)
+    result = _Marked.unchanged(func, types, args, kwargs)
+    for tensor in _marked_in((result,)):
+        tensor.call = call
+    return result
 
 
 def _marked_in(values: Iterable[Any]) -> Iterable[_Marked]:
@@ -88,8 +101,9 @@ class _Call:
         marked.call = self
         return marked
 
-    def attend(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """F.multi_head_attention_forward, asking `project` for every projection."""
+        arguments = _SIGNATURE.bind(*args, **kwargs).arguments
         plain = {id(arguments[role]): _plain(arguments[role]) for role in IN_ROLES}
         arguments |= {role: plain[id(arguments[role])] for role in IN_ROLES}  # the same stays so
         query, key, value = (arguments[role] for role in IN_ROLES)
@@ -166,6 +180,8 @@ class AttentionHook(WatchingHook):
             layer.role: (layer, weakref.ref(capture)) for capture, layer in (captures or {}).items()
         }
         self._mark = torch.compiler.disable(_mark_query) if captures else None
+        if captures and _Marked.answer is None:
+            _Marked.answer = staticmethod(torch.compiler.disable(_answer))
 
     @property
     def alive(self) -> bool:

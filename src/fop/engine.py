@@ -97,10 +97,8 @@ class Block:
                 updates[parameter] = part.to(parameter.dtype)
             else:
                 if parameter not in updates:
-                    rest = gradients.get(parameter)
-                    updates[parameter] = (
-                        torch.zeros_like(parameter) if rest is None else rest.clone()
-                    )
+                    rest = gradients.get(parameter, torch.zeros_like(parameter))
+                    updates[parameter] = rest.clone()
                 part_of(updates[parameter]).copy_(part)
 
 

@@ -181,6 +181,21 @@ def _common_bias(
     return bias if bias is not None and len(owners[bias]) == len(uses) else None
 
 
+def describe_modules(model: nn.Module, parameter_names: Iterable[str]) -> str:
+    """The modules that hold these parameters, by type: "LSTM rnn; LayerNorm norms.0 and 3 more"."""
+    by_type: dict[str, dict[str, None]] = {}
+    for parameter_name in parameter_names:
+        name = parameter_name.rpartition(".")[0]
+        kind = type(model.get_submodule(name)).__name__
+        by_type.setdefault(kind, {})[name] = None
+    described = []
+    for kind, found in by_type.items():
+        names = [name for name in found if name]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        described.append(f"{kind} {', '.join(names[:2])}{more}".rstrip())
+    return "; ".join(described)
+
+
 def check_model(model: object) -> nn.Module:
     """The module itself, without a compiled wrapper; raises where there is nothing to optimize."""
     if not isinstance(model, nn.Module):

@@ -200,13 +200,16 @@ class LayerHook(WatchingHook):
         if self._track is None or not torch.is_grad_enabled():
             return None
         x = args[0] if args else kwargs["input"]
-        settings = (self._capture, self._layer, self._curvature)
-        tracked: Tensor | None
-        if self._sequence_first and x.dim() == 3:
-            tracked = self._track(*settings, module, x.transpose(0, 1), output.transpose(0, 1))
-            return None if tracked is None else tracked.transpose(0, 1)
-        tracked = self._track(*settings, module, x, output)
-        return tracked
+        swap = self._sequence_first and x.dim() == 3
+        tracked: Tensor | None = self._track(
+            self._capture,
+            self._layer,
+            self._curvature,
+            module,
+            x.transpose(0, 1) if swap else x,
+            output.transpose(0, 1) if swap else output,
+        )
+        return tracked.transpose(0, 1) if swap and tracked is not None else tracked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
         return LayerHook()

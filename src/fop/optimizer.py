@@ -16,7 +16,14 @@ from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
-from fop.groups import FoundLayer, Skip, build_groups, check_model, find_layers
+from fop.groups import (
+    FoundLayer,
+    Skip,
+    build_groups,
+    check_model,
+    describe_modules,
+    find_layers,
+)
 from fop.hooks import is_watched, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
@@ -188,20 +195,23 @@ class SecondOrderOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         layers = len(self._engine.blocks)
-        by_rule: dict[str, int] = {}
+        by_rule: dict[str, list[str]] = {}
         for group in self.param_groups:
-            by_rule[group["rule"]] = by_rule.get(group["rule"], 0) + len(group["params"])
-        others = [f"{n} parameters by {rule}" for rule, n in by_rule.items() if rule != "curvature"]
-        summary = ", ".join([f"{layers} layers by {self._settings.curvature} curvature", *others])
-        return f"# {summary}\n{super().__repr__()}"
+            if group["rule"] != "curvature":
+                by_rule.setdefault(group["rule"], []).extend(group["param_names"])
+        summary = [f"{layers} layers by {self._settings.curvature} curvature"]
+        for rule, names in by_rule.items():
+            where = describe_modules(self._model, names)
+            summary.append(f"{len(names)} parameters by {rule} ({where})")
+        return f"# {', '.join(summary)}\n{super().__repr__()}"
 
 
 class FOP(SecondOrderOptimizer):
     """KFAC, and the Fisher-orthogonal part of how the two halves of the batch differ.
 
     Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
-    Linear layers, convolutions and embeddings are preconditioned, all other parameters follow
-    `fallback`.
+    Linear layers, convolutions, embeddings and the projections of nn.MultiheadAttention are
+    preconditioned, all other parameters follow `fallback`; print the optimizer to see which.
 
     Args:
         model: The model to train (the module, not its parameters).
