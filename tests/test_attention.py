@@ -72,7 +72,7 @@ class Attending(nn.Module):
         output = self.attention(query, key, value, **masks, **need)[0]
         if not self.attention.batch_first:
             output = output.transpose(0, 1)
-        return self.head(output.mean(1))
+        return self.head(torch.tanh(output).mean(1))
 
 
 def attending(inputs: str = "self", *, seed: int = 0, **options: Any) -> Attending:
@@ -112,6 +112,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact damping, no clip": {"damping_mode": "exact", "damping": 0.1, "kl_clip": None},
     "reduce": {"sharing": "reduce"},
     "exact Fisher": {"fisher": "exact", "update_every": 2},
+    "EKFAC": {"curvature": "ekfac", "damping": 0.1, "update_every": 2},
     "weight decay": {"weight_decay": 0.01, "nesterov": True, "update_every": 1},
 }
 MODELS: dict[str, dict[str, Any]] = {
