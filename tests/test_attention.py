@@ -153,6 +153,28 @@ def test_micro_batches_of_odd_sizes_are_one_batch(halves: str, kind: str) -> Non
     check(attending(**MODELS[kind]), {"halves": halves}, data, steps=4)
 
 
+class Twice(Attending):
+    """The same attention for tokens among themselves, then for their mixtures to other tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[..., :WIDTH].transpose(0, 1)
+        mixed = torch.tanh(self.attention(x, x, x)[0])[:3]
+        return self.head(torch.tanh(self.attention(mixed, x[1:], x[:-1])[0]).mean(0))
+
+
+def test_several_calls_in_one_forward_add_positions() -> None:
+    torch.manual_seed(0)
+    check(Twice().double(), {}, lambda step: [tokens(seed=step)])
+
+
+def test_no_queries_are_no_examples() -> None:
+    model = attending("kv")
+    optimizer = fop.FOP(model)
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    assert model.attention(x[:0], x, x)[0].shape == (0, 3, WIDTH)
+    train(model, optimizer, [tokens()])
+
+
 class Encoding(nn.Module):
     def __init__(self, *, batch_first: bool, norm_first: bool) -> None:
         super().__init__()

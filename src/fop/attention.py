@@ -90,10 +90,9 @@ class _Call:
         self._weights: dict[Role, Tensor] = {}
         self._biases: dict[Role, Tensor | None] = {}
         self._packed: tuple[Tensor, Tensor | None] | None = None
-        self._together: dict[
-            Role, tuple[Role, ...]
-        ] = {}  # projections by one product, by the first
-        self._products: dict[Role, Tensor] = {}  # computed, but not asked for yet
+        # Projections that one product gives, by the first of them; those not asked for yet.
+        self._together: dict[Role, tuple[Role, ...]] = {}
+        self._products: dict[Role, Tensor] = {}
         self._examples = 1
 
     def mark(self, tensor: Tensor) -> _Marked:
@@ -139,6 +138,8 @@ class _Call:
         if weight is not self._weights.get("out_proj"):
             return self.mark(F.linear(x, _plain(weight), _plain(bias)))
         output, sizes = F.linear(x, weight, bias), (-1, self._examples)
+        if "out_proj" not in self._tracked:
+            return output
         tracked = self._track("out_proj", x.unflatten(0, sizes), output.unflatten(0, sizes))
         return tracked.flatten(0, 1)
 

@@ -1,6 +1,6 @@
 """Pre-norm transformer block built from Linear layers, shared by T2T-ViT and GPT.
 
-nn.MultiheadAttention calls its projections through a function, so that hooks on them never fire.
+Other methods' hooks never fire inside nn.MultiheadAttention, which hands its weights to a function.
 """
 
 from __future__ import annotations
