@@ -159,6 +159,11 @@ class LayerCapture:
             return torch.ones((), device=self.weight.device)
         return self._seen.ratio(self.weight.grad)
 
+    def gradient_touched(self) -> bool:
+        """Whether anybody but GradScaler.unscale_ has written to `p.grad` since its backward."""
+        grad = self.weight.grad
+        return self._seen is not None and grad is not None and not self._seen.unchanged(grad)
+
     # ---- called by the hooks, during backward
 
     def first_half(self, n: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fop.capture import CapturePlan, LayerCapture
+from fop.checkpoints import RULE_KEYS
 from fop.curvature import Curvature, make_curvature
 from fop.curvature.base import RefreshJob
 from fop.layers import Layer
@@ -140,7 +141,7 @@ class Engine:
         self.coefficients: dict[str, Coefficients] = {}
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
-        self._said_no_halves = False
+        self._said_no_halves = self._said_unknown_scale = False
 
     def add(self, name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -150,6 +151,17 @@ class Engine:
     def curvature_keys(self) -> set[str]:
         """Names of what curvature keeps in the optimizer's state."""
         return {*self._curvature.keys, *self._unitwise.keys}
+
+    def matrices(self) -> dict[Tensor, tuple[int, int, int]]:
+        """Groups, rows and columns of every layer's matrix, by its weight."""
+        return {block.weight: (block.layer.groups, *block.capture.shape) for block in self.blocks}
+
+    def drop_foreign(self, state: State) -> None:
+        """Forget what another curvature, or way of damping, has left in a state."""
+        for block in self.blocks:
+            own = state.get(block.weight, {})
+            for key in own.keys() - RULE_KEYS - {"step"} - set(block.curvature.keys):
+                del own[key]
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
@@ -288,6 +300,8 @@ class Engine:
                 of_squares = square_scale(examples=sums.examples, reduction=reduction)
                 quadratic.append(squares.mul_(of_squares))
             if empirical and self.loss_scale is not None:
+                if self.loss_scale.measured and block.capture.gradient_touched():
+                    self._say_unknown_scale()
                 scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
                 torch._foreach_mul_(quadratic, scale.to(outputs) ** 2)
             own = state[block.weight]
@@ -352,6 +366,19 @@ class Engine:
                 self._say_no_halves(block)
         return fop_update(
             average, difference, metric, settings.beta, settings.eta, settings.total_weight
+        )
+
+    def _say_unknown_scale(self) -> None:
+        if self._said_unknown_scale:
+            return
+        self._said_unknown_scale = True
+        warnings.warn(
+            "gradients were changed (clipped, say) after GradScaler.unscale_(), so the loss scale "
+            "of this step can't be told from the change, and the curvature shrinks with the "
+            "square of a clip. Set optimizer.grad_scaler = scaler once, where optimizer is the "
+            "fop optimizer itself. (Said once.)",
+            RuntimeWarning,
+            stacklevel=5,
         )
 
     def _say_no_halves(self, block: Block) -> None:

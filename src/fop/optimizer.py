@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import LayerCapture
+from fop.checkpoints import STATE_FORMAT, check_state
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import FoundLayer, Skip, build_groups, check_model, find_layers
@@ -31,6 +32,10 @@ class SecondOrderOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None
     found_inf: Tensor
+
+    # The scaler, for loops that call its unscale_() and then clip: at step() nobody else could tell
+    # by how much the gradients were unscaled, and by how much clipped.
+    grad_scaler: torch.amp.GradScaler | None = None
 
     def __init__(
         self,
@@ -51,7 +56,8 @@ class SecondOrderOptimizer(Optimizer):
         preconditioned = {parameter for found in layers for parameter in found.parameters()}
         fallback = _fallback_options(settings.fallback, fallback_lr)
         groups = build_groups(self._model, preconditioned, param_groups, fallback)
-        super().__init__(groups, {**defaults, "steps": 0, "refresh_overdue": False})
+        progress = {"steps": 0, "refresh_overdue": False, "state_format": STATE_FORMAT}
+        super().__init__(groups, {**defaults, **progress})
         self._attach(layers)
 
     def _attach(self, layers: Sequence[FoundLayer]) -> None:
@@ -141,9 +147,22 @@ class SecondOrderOptimizer(Optimizer):
         check_group(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; training continues bit for bit as from where it was saved."""
-        super().load_state_dict(dict(state_dict))
-        self._restore_precision(state_dict)
+        """Load a state; training continues bit for bit as from where it was saved.
+
+        A state that does not belong to this optimizer is refused and changes nothing. Curvature
+        saved under another `damping_mode` goes on from its moving averages.
+        """
+        check_state(state_dict, self.param_groups, self._engine.matrices())
+        before = {"state": self.state, "param_groups": self.param_groups}
+        try:
+            super().load_state_dict(dict(state_dict))
+            self._restore_precision(state_dict)
+        except BaseException:
+            self.__setstate__(before)
+            raise
+        for group in self.param_groups:
+            group["state_format"] = STATE_FORMAT
+        self._engine.drop_foreign(self.state)
         self._engine.reset()
         self._prepare()
 
@@ -163,7 +182,8 @@ class SecondOrderOptimizer(Optimizer):
         if found_inf is None:
             return None
         scale = getattr(self, "grad_scale", None)
-        return LossScale(inverse=None if scale is None else scale.reciprocal(), found_inf=found_inf)
+        inverse = None if scale is None else scale.reciprocal()
+        return LossScale(inverse, found_inf, self.grad_scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model in the same pickle or deep copy, the two stay connected.
