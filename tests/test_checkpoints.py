@@ -125,7 +125,7 @@ def test_the_state_of_another_optimizer_is_refused(kind: Any) -> None:
     model = mlp()
     other = kind(model.parameters(), lr=0.1)
     train(model, other, [points()])
-    with pytest.raises(ValueError, match="optimizer that is not fop's: .* new optimizer"):
+    with pytest.raises(ValueError, match=r"optimizer that is not fop's: .* new optimizer"):
         fop.FOP(model).load_state_dict(other.state_dict())
 
 
