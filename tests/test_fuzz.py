@@ -148,7 +148,7 @@ def normed(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
         (lambda: nn.LayerNorm(units, bias=affine), (positions, units)),
         (lambda: nn.LayerNorm([positions, units], bias=affine), (positions, units)),
         (lambda: nn.RMSNorm(units), (positions, units)),
-        (lambda: nn.GroupNorm(2, units), (units, positions)),
+        (lambda: nn.GroupNorm(2, units), (units, positions + 1)),
         (lambda: nn.BatchNorm1d(units).eval(), (units,)),
         (lambda: nn.BatchNorm2d(units).eval(), (units, positions, 2)),
         (lambda: nn.BatchNorm3d(units).eval(), (units, positions, 1, 2)),

@@ -102,6 +102,7 @@ class LayerCapture:
         self.given_up = False  # nothing sensible can be captured: the engine says why
         self.saw_empty = self.saw_examples = False  # what calls since the last step brought
         self.replaced = False  # the module was called with another parameter in its place
+        self.bypassed = False  # a gradient came without a call of the module
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -124,11 +125,11 @@ class LayerCapture:
         if current is not self.weight:  # torch.func.functional_call puts plain tensors there
             self.replaced = isinstance(current, nn.Parameter)
             return False
-        return (
-            not self.given_up
-            and (self.plan.halves != "none" or self.wants_sums)
-            and self.weight.requires_grad
-        )
+        return self._expecting and self.weight.requires_grad
+
+    @property
+    def _expecting(self) -> bool:
+        return not self.given_up and (self.plan.halves != "none" or self.wants_sums)
 
     def take_sums(self) -> FactorSums | None:
         sums, self._sums = self._sums, None
@@ -246,6 +247,7 @@ class LayerCapture:
         """Called when the weight's gradient has been accumulated into `p.grad`."""
         pending, self._pending = self._pending, None
         if pending is None or pending.task != torch._C._current_graph_task_id():
+            self.bypassed |= self._expecting and not self.saw_empty
             return
         assert weight.grad is not None
         if pending.fresh:

@@ -72,6 +72,10 @@ class SecondOrderOptimizer(Optimizer):
                 "next; use param_groups for different settings"
             )
         self._engine = Engine(self._settings)
+        # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
+        self._engine_step = torch.compiler.disable(self._engine.step)
+        self._engine_prepare = torch.compiler.disable(self._engine.prepare)
+        self._engine_reset = torch.compiler.disable(self._engine.reset)
         handles: list[RemovableHandle] = []
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
@@ -118,7 +122,7 @@ class SecondOrderOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        retry = self._engine.step(self.param_groups, self.state, self._loss_scale())
+        retry = self._engine_step(self.param_groups, self.state, self._loss_scale())
         for group in self.param_groups:
             group["steps"] += 1
             group["refresh_overdue"] = retry
@@ -128,12 +132,12 @@ class SecondOrderOptimizer(Optimizer):
     def _prepare(self) -> None:
         """Tell the hooks what the next step needs. All it rests on is part of the state_dict."""
         retry = bool(self.param_groups[0]["refresh_overdue"])
-        self._engine.prepare(self.steps + 1, self.state, retry=retry)
+        self._engine_prepare(self.steps + 1, self.state, retry=retry)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, and what was captured together with them."""
         super().zero_grad(set_to_none)
-        self._engine.reset()
+        self._engine_reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused, except while the optimizer is built: new parameters have no watched layer."""
@@ -163,7 +167,7 @@ class SecondOrderOptimizer(Optimizer):
         for group in self.param_groups:
             group["state_format"] = STATE_FORMAT
         self._engine.drop_foreign(self.state)
-        self._engine.reset()
+        self._engine_reset()
         self._prepare()
 
     def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
