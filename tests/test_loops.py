@@ -389,7 +389,9 @@ def test_a_weight_that_becomes_computed_during_training_is_named(build: Any) -> 
     optimizer = build(model)
     train(model, optimizer, [points(seed=seed) for seed in range(10)])
     parametrized(model[0])
-    with pytest.warns(RuntimeWarning, match=r"'0' has a gradient that came without .* skip=\['0'\]"):
+    with pytest.warns(
+        RuntimeWarning, match=r"'0' has a gradient that came without .* skip=\['0'\]"
+    ):
         train(model, optimizer, [points(seed=10)])
     train(model, optimizer, [points(seed=seed) for seed in range(11, 14)])  # and says so once
     assert all(parameter.isfinite().all() for parameter in model.parameters())
