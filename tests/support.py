@@ -95,8 +95,9 @@ OTHER_LAYERS = [
     ),
     Row(
         "A weight used without its module",
-        "refused with the layer's name",
-        "errors::test_a_layer_without_statistics_is_named_and_can_be_skipped",
+        "refused, or where calls come too, a warning, with the layer's name",
+        "errors::test_a_layer_without_statistics_is_named_and_can_be_skipped "
+        "tied_weights::test_a_weight_tied_without_a_module_is_named",
     ),
     Row(
         "Random models of all these",

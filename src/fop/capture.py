@@ -45,6 +45,7 @@ class _Pending:
     second: int = 0
     sums: PassSums | None = None
     squares: GradientSquares | None = None
+    total: Tensor | None = None  # the weight's gradient by all calls of its modules
 
     def finished_sums(self) -> FactorSums | None:
         if self.sums is None:
@@ -103,6 +104,7 @@ class LayerCapture:
         self.saw_empty = self.saw_examples = False  # what calls since the last step brought
         self.replaced = False  # the module was called with another parameter in its place
         self.bypassed = False  # a gradient came without a call of the module
+        self.unexplained: Tensor | None = None  # share of p.grad that no call accounts for
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -147,7 +149,7 @@ class LayerCapture:
         return tensors
 
     def reset(self) -> None:
-        self.signed = self._sums = self._pending = self._seen = None
+        self.signed = self._sums = self._pending = self._seen = self.unexplained = None
         self.examples = [0, 0]
         self._passes = 0
 
@@ -179,6 +181,13 @@ class LayerCapture:
         else:
             torch._foreach_add_(pending.signed, gradients)
         pending.first, pending.second = max(pending.first, first), max(pending.second, second)
+
+    def hold_total(self, gradient: Tensor) -> None:
+        """Keep what a call gives the weight's gradient, to compare it with what arrives there."""
+        pending = self._current()
+        if pending.fresh:
+            known = pending.total
+            pending.total = gradient.detach() if known is None else known + gradient.detach()
 
     def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
@@ -252,6 +261,9 @@ class LayerCapture:
         assert weight.grad is not None
         if pending.fresh:
             self.reset()
+            if pending.total is not None:
+                strange = _norm(weight.grad.detach() - pending.total)
+                self.unexplained = strange / (_norm(pending.total) + strange)
         if pending.signed is not None:
             self._commit_halves(pending)
         sums = pending.finished_sums()

@@ -147,7 +147,8 @@ class Engine:
         self.coefficients: dict[str, Coefficients] = {}
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
-        self._said_no_halves = self._said_unknown_scale = self._said_bypassed = False
+        self._said_no_halves = self._said_unknown_scale = False
+        self._said_bypassed = self._said_unexplained = False
 
     def add(self, name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -294,6 +295,7 @@ class Engine:
         healthy = healthy & _all_finite(factors).to(healthy.device)
         if not bool(healthy):
             return True, healthy
+        self._say_unexplained([block for block, _ in fresh])
         jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
         for block, sums in fresh:
             own, decay = state[block.weight], self.settings.factor_decay
@@ -420,6 +422,27 @@ class Engine:
             RuntimeWarning,
             stacklevel=5,
         )
+
+    def _say_unexplained(self, blocks: list[Block]) -> None:
+        """Notice a weight that is also used without its module, within one backward pass."""
+        if self._said_unexplained:
+            return
+        shares = {b: share for b in blocks if (share := b.capture.unexplained) is not None}
+        values = torch.stack([share.cpu() for share in shares.values()]).tolist() if shares else []
+        for block, share in zip(shares, values, strict=True):
+            # Several calls may be added up in another order than autograd's.
+            if share > torch.finfo(block.weight.dtype).eps ** 0.4:
+                self._said_unexplained = True
+                warnings.warn(
+                    f"the gradient of layer {block.name!r} is not what the calls of its module "
+                    "gave it: its weight is also used without the module (F.linear(x, "
+                    "layer.weight), say), or a hook changes its gradient. Curvature and halves "
+                    "know the calls alone. Call a module that shares the weight instead, or pass "
+                    f"skip=[{block.name!r}]. (Said once.)",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+                return
 
     def _say_no_halves(self, block: Block) -> None:
         if self._said_no_halves:
