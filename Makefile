@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint typecheck format build clean distclean
+.PHONY: help setup demo test fuzz support lint typecheck format build clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test: $(STAMP) ## run the tests on two workers (PYTEST_ARGS="-k name" narrows th
 
 fuzz: $(STAMP) ## property tests with thousands of new random cases (minutes)
 	FOP_FUZZ=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_projection.py
+
+support: $(STAMP) ## write docs/support.md from the registry of layers and the tests
+	$(BIN)/python -m tests.support
 
 lint: $(STAMP) ## ruff: lint and format check
 	$(BIN)/ruff check .

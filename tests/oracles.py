@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,7 +24,10 @@ from torch.nn import functional
 
 LossFunction = Callable[[Tensor, Tensor, str], Tensor]  # (output, target, reduction) -> loss
 MicroBatch = tuple[Tensor, Tensor]  # inputs and targets; dimension 0 counts the examples
-Layer = nn.Linear | nn.Conv2d
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Layer = nn.Linear | Convolution | Transposed | nn.Embedding  # linear in its weight
+Norm = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._BatchNorm
 Factors = tuple[Tensor, Tensor]  # A, G of one group
 
 
@@ -54,6 +57,8 @@ class Reference:
     loss_reduction: Literal["mean", "sum"] = "mean"
     halves: Literal["auto", "samples", "microbatches"] = "auto"
     curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker"
+    norms: Literal["fallback", "unitwise"] = "fallback"
+    max_factor_size: int = 8192
     project: bool = True
 
     def __post_init__(self) -> None:
@@ -66,10 +71,13 @@ class Reference:
             "loss_reduction": ("mean", "sum"),
             "halves": ("auto", "samples", "microbatches"),
             "curvature": ("kronecker", "ekfac", "identity"),
+            "norms": ("fallback", "unitwise"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
+        if self.norms == "unitwise" and self.fisher != "empirical":
+            raise ValueError("norms='unitwise' has a reference for the empirical Fisher only")
         defaults = ("adaptive", "adaptive", "mean")
         if not self.project and (self.beta, self.eta, self.total) != defaults:
             raise ValueError("project=False is KFAC, without beta, eta and total: leave them out")
@@ -121,24 +129,71 @@ class Example:
     records: dict[str, Record]
 
 
+def users_of_weights(model: nn.Module) -> dict[str, list[Layer]]:
+    """The modules that use each trained weight, under the name of the first of them.
+
+    An embedding tied to a layer with real inputs is left out: its gradient counts, the curvature is
+    the layer's.
+    """
+    names: dict[nn.Parameter, str] = {}
+    users: dict[str, list[Layer]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Layer) and module.weight.requires_grad:
+            users.setdefault(names.setdefault(module.weight, name), []).append(module)
+    for name, modules in users.items():
+        users[name] = [m for m in modules if not isinstance(m, nn.Embedding)] or modules
+    return users
+
+
 def trainable_layers(model: nn.Module) -> dict[str, Layer]:
-    """The layers with curvature: Linear and Conv2d whose weight is trained."""
+    """The layers with Kronecker curvature, one for each weight that is trained."""
+    return {name: modules[0] for name, modules in users_of_weights(model).items()}
+
+
+def trainable_norms(model: nn.Module, reference: Reference) -> dict[str, Norm]:
+    """The normalisations with unit-wise curvature."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.requires_grad
+        if reference.norms == "unitwise"
+        and isinstance(module, Norm)
+        and module.weight is not None
+        and module.weight.requires_grad
     }
 
 
-def has_bias(layer: Layer) -> bool:
+def has_bias(layer: nn.Module) -> bool:
     """A frozen bias is no coordinate of the layer."""
-    return layer.bias is not None and layer.bias.requires_grad
+    bias = getattr(layer, "bias", None)
+    return bias is not None and bias.requires_grad
+
+
+def as_matrix(layer: Layer, weight: Tensor) -> Tensor:
+    """[o, i] of a tensor shaped like the weight; the rows of a group follow each other."""
+    if isinstance(layer, nn.Embedding):
+        return weight.T
+    if isinstance(layer, Transposed):  # [inputs, outputs of a group, *kernel]
+        grouped = weight.unflatten(0, (layer.groups, -1))
+        return grouped.transpose(1, 2).flatten(0, 1).flatten(1)
+    return weight.flatten(1)
+
+
+def from_matrix(layer: Layer, matrix: Tensor) -> Tensor:
+    """The inverse of `as_matrix`."""
+    if isinstance(layer, nn.Embedding):
+        return matrix.T
+    if isinstance(layer, Transposed):
+        inputs, outputs, *kernel = layer.weight.shape
+        grouped = matrix.reshape(layer.groups, outputs, inputs // layer.groups, *kernel)
+        return grouped.transpose(1, 2).flatten(0, 1)
+    return matrix.reshape(layer.weight.shape)
 
 
 def examine(
     model: nn.Module, inputs: Tensor, target: Tensor, loss_fn: LossFunction, reference: Reference
 ) -> Example:
     """Run a batch of one example forward and backward and note what every layer saw."""
+    users = users_of_weights(model)
     layers = trainable_layers(model)
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
 
@@ -151,7 +206,11 @@ def examine(
 
         return hook
 
-    handles = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
+    handles = [
+        module.register_forward_hook(watch(name))
+        for name, modules in users.items()
+        for module in modules
+    ]
     try:
         output = model(inputs)
     finally:
@@ -200,7 +259,7 @@ def output_gradient(layer: Layer, calls: Sequence[tuple[Tensor, Tensor]], scalar
     """Gradient of a scalar at the layer's outputs, [S, o] over all positions of all calls."""
     probes = [probe for _, probe in calls]
     gradients = torch.autograd.grad(scalar, probes, retain_graph=True, materialize_grads=True)
-    channel = 1 if isinstance(layer, nn.Conv2d) else -1
+    channel = -1 if isinstance(layer, (nn.Linear, nn.Embedding)) else 1
     return torch.cat([g.movedim(channel, -1).flatten(0, -2) for g in gradients])
 
 
@@ -212,11 +271,38 @@ def input_rows(layer: Layer, inputs: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(layer, nn.Conv2d):
         read = torch.cat([patches(layer, x[0]) for x in inputs])
         groups = [part.flatten(1) for part in read.chunk(layer.groups, dim=1)]
-    else:
+    elif isinstance(layer, nn.Linear):
         groups = [torch.cat([x.flatten(0, -2) for x in inputs])]
+    else:
+        calls = [probed_rows(layer, x) for x in inputs]
+        groups = [torch.cat(rows) for rows in zip(*calls, strict=True)]
     if has_bias(layer):
         groups = [torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1) for rows in groups]
     return groups
+
+
+@torch.no_grad()
+def probed_rows(layer: Layer, x: Tensor) -> list[Tensor]:
+    """What every output position of one call reads, [S, i] a group, for any layer linear in its
+    weight: with a matrix of zeros and a single one in column j, the output is column j."""
+    matrix = torch.zeros_like(as_matrix(layer, layer.weight.detach()))
+    groups = getattr(layer, "groups", 1)
+    columns = []
+    for j in range(matrix.shape[1]):
+        matrix[:, j] = 1.0
+        probe = {"weight": from_matrix(layer, matrix).contiguous()}
+        if has_bias(layer):
+            probe["bias"] = torch.zeros_like(layer.bias)  # type: ignore[arg-type]
+        output = torch.func.functional_call(layer, probe, (x,))
+        output = (
+            output.flatten(0, -2) if isinstance(layer, nn.Embedding) else output[0].flatten(1).T
+        )
+        columns.append(torch.stack([part[:, 0] for part in output.chunk(groups, dim=1)]))
+        matrix[:, j] = 0.0
+    rows = torch.stack(columns, dim=-1)  # [groups, S, i]
+    if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+        rows[..., layer.padding_idx] = 0.0  # its row of the table is never trained
+    return list(rows)
 
 
 def patches(layer: nn.Conv2d, image: Tensor) -> Tensor:
@@ -288,6 +374,22 @@ def kronecker_factors(
         G = torch.stack(moments).sum(0) / (positions if sharing == "expand" else examples)
         factors.append((A, G))
     return factors
+
+
+def narrowed(factors: list[Factors], layer: Layer, widest: int) -> list[Factors]:
+    """Factors as they are kept: too wide ones, and an embedding's input factor, as a diagonal."""
+
+    def keep(factor: Tensor, always: bool = False) -> Tensor:
+        return factor.diag().diag() if always or len(factor) > widest else factor
+
+    return [(keep(A, isinstance(layer, nn.Embedding)), keep(G)) for A, G in factors]
+
+
+def unit_factors(gradients: Sequence[Tensor]) -> list[Factors]:
+    """Of a normalisation, from examples' gradients [units, 1 or 2]: exact blocks, as G (x) 1."""
+    single = torch.stack(list(gradients), dim=1)  # [units, n, 1 or 2]
+    one = torch.ones(1, 1, dtype=torch.float64)
+    return [(one, unit.T @ unit / len(gradients)) for unit in single]
 
 
 def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
@@ -462,6 +564,8 @@ class ReferenceOptimizer:
 
         sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # H1 and H2
         records: dict[str, list[Record]] = {}
+        norms = trainable_norms(self.model, self.reference)
+        unit_gradients: dict[str, list[Tensor]] = {}
         for (inputs, targets), chosen, weight in zip(microbatches, halves, weights, strict=True):
             # Each example's weight in the loss, and the factor of its per-example gradient.
             mean = self.reference.loss_reduction == "mean"
@@ -484,12 +588,19 @@ class ReferenceOptimizer:
                     factor = per_example if self.reference.fisher == "empirical" else 1.0
                     weighted = Record(record.x, factor * record.J, record.H)
                     records.setdefault(name, []).append(weighted)
+                for name, norm in norms.items():
+                    units = _units(norm, example.gradients, _prefix(name))
+                    unit_gradients.setdefault(name, []).append(per_example * units)
 
         if self.reference.refreshes(self.steps) and self.reference.curvature != "identity":
+            layers, widest = trainable_layers(self.model), self.reference.max_factor_size
             for name, seen in records.items():
-                self._absorb(name, kronecker_factors(seen, sum(sizes), self.reference.sharing))
+                factors = kronecker_factors(seen, sum(sizes), self.reference.sharing)
+                self._absorb(name, narrowed(factors, layers[name], widest))
                 if self.reference.curvature == "ekfac":
                     self._correct(name, seen)
+            for name, gradients in unit_gradients.items():
+                self._absorb(name, unit_factors(gradients))
         return self._update(*self._gradient_and_difference(sums, counts))
 
     def _gradient_and_difference(
@@ -527,12 +638,19 @@ class ReferenceOptimizer:
         traces = {}
         directions = dict(a)  # SGD unless a layer says otherwise
         layers = trainable_layers(self.model)
+        norms = trainable_norms(self.model, self.reference)
         for name, layer in layers.items():
-            prefix = f"{name}." if name else ""
+            prefix = _prefix(name)
             if f"{prefix}weight" in a:
                 traces[name] = self._trace(
-                    name, _matrix(layer, a, prefix), _matrix(layer, d, prefix)
+                    name, _matrix(layer, a, prefix), _matrix(layer, d, prefix), self.reference
                 )
+        for name, norm in norms.items():
+            exact = replace(self.reference, damping_mode="exact")
+            prefix = _prefix(name)
+            traces[name] = self._trace(
+                name, _units(norm, a, prefix), _units(norm, d, prefix), exact
+            )
 
         lr, kl_clip = self.reference.lr, self.reference.kl_clip
         size = abs(lr * lr * sum(float((trace.u * trace.c).sum()) for trace in traces.values()))
@@ -541,30 +659,35 @@ class ReferenceOptimizer:
             self.kl_scale = math.sqrt(kl_clip / size)
 
         for name, trace in traces.items():
-            prefix = f"{name}." if name else ""
-            layer = layers[name]
+            prefix = _prefix(name)
             u = self.kl_scale * trace.u
+            if name in norms:
+                parts = zip(("weight", "bias"), u.unbind(1), strict=False)
+                shape = norms[name].weight.shape
+                directions.update({f"{prefix}{key}": part.reshape(shape) for key, part in parts})
+                continue
+            layer = layers[name]
             if has_bias(layer):
                 directions[f"{prefix}bias"] = u[:, -1]
                 u = u[:, :-1]
-            directions[f"{prefix}weight"] = u.reshape(layer.weight.shape)
+            directions[f"{prefix}weight"] = from_matrix(layer, u)
         for name, direction in directions.items():
             self._descend(name, direction)
         return traces
 
-    def _trace(self, name: str, a: Tensor, d: Tensor) -> LayerTrace:
-        if self.reference.curvature == "identity":
+    def _trace(self, name: str, a: Tensor, d: Tensor, reference: Reference) -> LayerTrace:
+        if reference.curvature == "identity":
             identity = torch.eye(a.numel(), dtype=a.dtype)
-            return project(a, d, identity, identity, self.reference, [])
+            return project(a, d, identity, identity, reference, [])
         if name not in self._averages:
             raise ValueError(f"layer {name!r} has a gradient but never ran on a curvature step")
         factors = self._averages[name]
-        if self.reference.curvature == "ekfac":
+        if reference.curvature == "ekfac" and name in self._corrected:
             pairs = zip(self._corrected[name], factors, strict=True)
             F = block_diagonal([found.dense(A, G) for found, (A, G) in pairs])
-            M = F + self.reference.damping * torch.eye(len(F), dtype=F.dtype)
-            return project(a, d, F, M, self.reference, factors)
-        return project(a, d, *dense_curvature(factors, self.reference), self.reference, factors)
+            M = F + reference.damping * torch.eye(len(F), dtype=F.dtype)
+            return project(a, d, F, M, reference, factors)
+        return project(a, d, *dense_curvature(factors, reference), reference, factors)
 
     @torch.no_grad()
     def _descend(self, name: str, direction: Tensor) -> None:
@@ -586,8 +709,19 @@ class ReferenceOptimizer:
 
 def _matrix(layer: Layer, tensors: dict[str, Tensor], prefix: str) -> Tensor:
     """[W | b] of a layer, o x (i+1)."""
-    weight = tensors[f"{prefix}weight"].flatten(1)
+    weight = as_matrix(layer, tensors[f"{prefix}weight"])
     return torch.cat([weight, tensors[f"{prefix}bias"][:, None]], 1) if has_bias(layer) else weight
+
+
+def _units(norm: Norm, tensors: Mapping[str, Tensor | None], prefix: str) -> Tensor:
+    """[units, 1 or 2]: scale and shift of every unit of a normalisation."""
+    names = ("weight", "bias") if has_bias(norm) else ("weight",)
+    parts = [tensors[f"{prefix}{name}"] for name in names]
+    return torch.stack([part.flatten() for part in parts if part is not None], dim=1)
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 def _as_double(tensor: Tensor) -> Tensor:

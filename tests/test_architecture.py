@@ -19,6 +19,7 @@ ALLOWED = {
     "linalg": set(),
     "scaling": set(),
     "schedules": set(),
+    "checkpoints": set(),
     "moments": set(),
     "squares": set(),
     "projection": {"settings"},
@@ -32,6 +33,7 @@ ALLOWED = {
     "rules": {"moments"},
     "engine": {
         "capture",
+        "checkpoints",
         "curvature",
         "layers",
         "moments",
@@ -43,6 +45,7 @@ ALLOWED = {
     "optimizer": {
         "attention",
         "capture",
+        "checkpoints",
         "engine",
         "fisher",
         "groups",

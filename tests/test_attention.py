@@ -300,7 +300,7 @@ def test_groups_by_name_reach_the_projections() -> None:
         ("attention.out_proj", {"head", "attention.query", "attention.key", "attention.value"}),
         ((), {"head", *(f"attention.{r}" for r in ("query", "key", "value", "out_proj"))}),
     ],
-    ids=str,
+    ids=["name", "type", "output layer", "nothing"],
 )
 def test_skip_takes_the_module_or_its_output_layer(skip: Any, left: set[str]) -> None:
     model = attending()

@@ -61,3 +61,16 @@ def test_a_compiled_training_step_is_the_plain_one() -> None:
         compiled(x, y)
     train(plain, fop.FOP(plain), data)
     assert distance(snapshot(inner), snapshot(plain)) < 1e-12
+
+
+def test_a_compiled_optimizer_step_is_the_plain_one() -> None:
+    plain, inner = model(), model()
+    optimizer = fop.FOP(inner)
+    step = torch.compile(optimizer.step, backend="eager")
+    data = [points(seed=seed) for seed in range(2)]
+    for x, y in data:
+        optimizer.zero_grad()
+        cross_entropy(inner(x), y).backward()
+        step()
+    train(plain, fop.FOP(plain), data)
+    assert distance(snapshot(inner), snapshot(plain)) < 1e-12

@@ -68,6 +68,88 @@ class Scaled(nn.Module):
         return self.head(torch.relu(self.layer(x)) * self.gain)
 
 
+class Words(nn.Module):
+    """Sentences to a class; or, tied, through the embedding's own table first."""
+
+    def __init__(self, padding_idx: int | None = None, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3, padding_idx=padding_idx)
+        self.scores = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.scores.weight = self.embed.weight
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.scores(torch.tanh(self.embed(index)))).mean(1))
+
+
+class Tied(nn.Module):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+class Residual(nn.Module):
+    """A branch behind a learnt scale, dropped for some examples (stochastic depth)."""
+
+    def __init__(self, width: int, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), inner
+        self.gamma = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The choice hangs on the example alone, so that the reference makes the same one.
+        keep = (x.flatten(1).sum(1) > -1).to(x).reshape(-1, 1, 1)
+        return x + keep / 0.8 * self.gamma * self.inner(self.norm(x))
+
+
+class Attention(nn.Module):
+    """Packed query, key and value in one Linear, as timm writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class VisionTransformer(nn.Module):
+    """What timm's models are made of: patches by a convolution, class token, learnt positions,
+    attention and MLP blocks with layer scale and stochastic depth."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(2, width, 2, stride=2)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, width))
+        mlp = nn.Sequential(nn.Linear(width, 6), nn.GELU(), nn.Linear(6, width))
+        self.blocks = nn.Sequential(Residual(width, Attention(width)), Residual(width, mlp))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patch_embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), patches], 1) + self.pos_embed
+        return self.head(self.norm(self.blocks(tokens))[:, 0])
+
+
+def flat(*layers: nn.Module) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        body = [copy.deepcopy(layer) for layer in layers]
+        return nn.Sequential(*body, nn.Tanh(), nn.Flatten(), nn.LazyLinear(CLASSES))
+
+    return build
+
+
 def convolutional(*convolutions: nn.Module) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         body: list[nn.Module] = []
@@ -110,6 +192,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         convolutional(nn.Conv2d(2, 2, 2, padding="same", padding_mode="replicate")),
         (2, 4, 4),
     ),
+    "conv1d": (flat(nn.Conv1d(4, 4, 3, stride=2, padding=2, groups=2)), (4, 6)),
+    "conv3d": (
+        flat(nn.Conv3d(2, 3, (1, 2, 2), padding=(0, 1, 0), dilation=(1, 2, 1))),
+        (2, 2, 3, 3),
+    ),
+    "transposed 1d": (flat(nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1, groups=2)), (4, 4)),
+    "transposed 2d": (
+        flat(nn.ConvTranspose2d(2, 3, (2, 3), stride=2, output_padding=1, dilation=(1, 2))),
+        (2, 2, 3),
+    ),
+    "transposed 3d": (
+        flat(nn.ConvTranspose3d(2, 2, 2, stride=(2, 1, 1), bias=False)),
+        (2, 2, 2, 1),
+    ),
+    "batch norm in evaluation": (
+        flat(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3).eval(), nn.Dropout(0.5).eval()),
+        (2, 4, 4),
+    ),
+    "tied": (Tied, (4,)),
+    "vision transformer": (VisionTransformer, (2, 4, 4)),
     "conv stack": (
         convolutional(nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, 3, stride=2, padding=1)),
         (1, 6, 6),
@@ -149,6 +251,10 @@ def batches(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[Tensor
     return [
         (torch.randn(n, *shape, dtype=torch.float64), torch.randint(CLASSES, (n,))) for n in sizes
     ]
+
+
+def sentences(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randint(5, (n, *shape)), torch.randint(CLASSES, (n,))) for n in sizes]
 
 
 def assert_same_training(
@@ -199,6 +305,49 @@ def test_every_layer_takes_the_reference_step(name: str, project: bool) -> None:
 @pytest.mark.parametrize("name", ["mlp", "shared positions", "conv groups", "called three times"])
 def test_every_setting_takes_the_reference_step(name: str, setting: str) -> None:
     assert_same_training(*build(name), SETTINGS[setting])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["embedding", "tied embedding"])
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize(
+    "settings", [{}, {"damping_mode": "exact", "damping": 0.03}, {"sharing": "reduce"}], ids=str
+)
+def test_embeddings_take_the_reference_step(
+    tied: bool, padding_idx: int | None, settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = Words(padding_idx, tied).double()
+    assert_same_training(model, (3,), settings, draw=sentences, sizes=(4, 3))
+
+
+@pytest.mark.parametrize("name", ["linear", "shared positions", "conv groups", "transposed 1d"])
+@pytest.mark.parametrize("mode", ["factored", "exact"])
+def test_wide_layers_take_the_reference_step(name: str, mode: str) -> None:
+    settings = {"max_factor_size": 4, "damping_mode": mode, "damping": 0.01}
+    assert_same_training(*build(name), settings)
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer norm": (flat(nn.Linear(3, 4), nn.LayerNorm([2, 4])), (2, 3)),
+    "rms norm": (flat(nn.Linear(3, 4), nn.RMSNorm(4)), (2, 3)),
+    "group norm": (flat(nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4)), (2, 3, 3)),
+    "batch norm 1d": (flat(nn.Linear(3, 4), nn.BatchNorm1d(4).eval()), (3,)),
+    "batch norm 2d": (flat(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4).eval()), (2, 3, 3)),
+    "batch norm 3d": (flat(nn.BatchNorm3d(2).eval()), (2, 2, 2, 2)),
+    "vision transformer": (VisionTransformer, (2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("project", [True, False], ids=["fop", "kfac"])
+def test_unitwise_norms_take_the_reference_step(name: str, project: bool) -> None:
+    torch.manual_seed(0)
+    factory, shape = NORMS[name]
+    model = factory().double()
+    model(torch.zeros(1, *shape, dtype=torch.float64))
+    settings = {"norms": "unitwise", "damping": 0.01}
+    # Where a branch is dropped for all examples but one, the halves point the same way.
+    assert_same_training(model, shape, settings, project=project, sizes=(4, 3), loose_scalars=True)
 
 
 @pytest.mark.parametrize("sizes", [(7,), (1,), (2, 2, 2), (3, 3, 3), (4, 1, 2), (1, 1, 1)], ids=str)

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import prune
 
 import fop
 from tests.common import distance, mlp, points, same, snapshot, train
+from tests.oracles import Reference, ReferenceOptimizer, project
+from tests.oracles import cross_entropy as mean_cross_entropy
 
 
 @pytest.mark.parametrize("settings", [{}, {"sharing": "reduce"}, {"fisher": "exact"}], ids=str)
@@ -206,3 +209,172 @@ def test_a_broken_checkpoint_leaves_the_optimizer_as_it_was() -> None:
     for number, entries in before["state"].items():
         for key, value in entries.items():
             assert torch.equal(torch.as_tensor(after["state"][number][key]), torch.as_tensor(value))
+
+
+def test_clipping_by_value_is_the_step_of_the_clipped_gradient() -> None:
+    """a is what p.grad holds; d is brought to its size. Without curvature F = M = I."""
+    model = mlp()
+    optimizer = fop.FOP(model, lr=1.0, curvature="identity", kl_clip=None, momentum=0.0)
+    (x, y), before = points(), snapshot(model)
+    halves = []
+    for part in (slice(0, 6), slice(6, 12)):
+        twin = mlp()
+        cross_entropy(twin(x[part]), y[part]).backward()
+        halves.append([p.grad.clone() for p in twin.parameters()])
+    cross_entropy(model(x), y).backward()
+    free = [p.grad.clone() for p in model.parameters()]
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    clipped = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    for i in (0, 2):  # weight and bias of a layer are one vector
+        a = torch.cat([clipped[i].flatten(), clipped[i + 1]])
+        ratio = clipped[i].norm() / free[i].norm()
+        assert ratio < 0.9
+        d = ratio * torch.cat([(halves[0][j] - halves[1][j]).flatten() for j in (i, i + 1)])
+        identity = torch.eye(len(a)).double()
+        wanted = project(
+            a.unsqueeze(0), d.unsqueeze(0), identity, identity, Reference(kl_clip=None), []
+        )
+        moved = torch.cat([(before[j] - snapshot(model)[j]).flatten() for j in (i, i + 1)])
+        assert distance([moved], [wanted.u[0]]) < 1e-10
+
+
+def test_losses_backpropagated_one_by_one_count_as_microbatches() -> None:
+    """Through parts of a model: the body sees two passes, each head its own."""
+
+    class OneOutput(nn.Module):
+        """Both heads side by side, for the reference; a negative label asks for the right one."""
+
+        def __init__(self, heads: TwoHeads) -> None:
+            super().__init__()
+            self.heads = heads
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(list(self.heads(x).values()), dim=1)
+
+    def loss_of(output: Tensor, label: Tensor, reduction: str) -> Tensor:
+        left, right = output.chunk(2, dim=1)
+        chosen = torch.where((label < 0).unsqueeze(1), right, left)
+        return cross_entropy(chosen, label.where(label >= 0, -label - 1), reduction=reduction)
+
+    settings: dict[str, Any] = {"kl_clip": None, "lr": 0.01, "update_every": 1}
+    model = TwoHeads().double()
+    reference = ReferenceOptimizer(OneOutput(model), Reference(**settings))
+    optimizer = fop.FOP(model, **settings)
+    (x, y), weights = points(), [0.3, 0.7]
+    output = model(x)
+    (weights[0] * cross_entropy(output["left"], y)).backward(retain_graph=True)
+    assert model.right.weight.grad is None
+    (weights[1] * cross_entropy(output["right"], y)).backward()
+    optimizer.step()
+    reference.step([(x, y), (x, -y - 1)], loss_of, weights=weights)
+    expected = reference.model.get_submodule("heads.body").parameters()
+    assert distance(model.body.parameters(), expected) < 1e-9
+
+
+def test_several_inputs_are_watched_each_at_its_layer() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two, self.head = nn.Linear(2, 4), nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, a: Tensor, b: Tensor, *, scale: float = 1.0) -> Tensor:
+            return self.head(torch.tanh(self.one(a) * scale + self.two(b)))
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pair(x[:, :2], x[:, 2:], scale=2.0)
+
+    joined, pair = Joined().double(), Pair().double()
+    reference = ReferenceOptimizer(joined, Reference())
+    optimizer = fop.FOP(pair)
+    for seed in range(4):
+        x, y = points(seed=seed)
+        optimizer.zero_grad()
+        cross_entropy(pair(x[:, :2], b=x[:, 2:], scale=2.0), y).backward()
+        optimizer.step()
+        reference.step([(x, y)], mean_cross_entropy)
+    assert distance(snapshot(pair), reference.model.parameters()) < 1e-9
+
+
+def test_a_layer_frozen_at_first_starts_with_curvature_of_its_own() -> None:
+    """Its first step after thawing is that of an optimizer built then."""
+    settings: dict[str, Any] = {"kl_clip": None, "lr": 0.01}
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = fop.FOP(model, **settings)
+    train(model, optimizer, [points(seed=seed) for seed in range(6)])
+    fresh = mlp()
+    fresh.load_state_dict(model.state_dict())
+    model[0].requires_grad_(True)
+    train(model, optimizer, [points(seed=6)])  # no renewal is due
+    train(fresh, fop.FOP(fresh, **settings), [points(seed=6)])
+    assert same(snapshot(model)[:2], snapshot(fresh)[:2])
+    train(model, optimizer, [points(seed=7)])
+    model[0].requires_grad_(False)
+    before = snapshot(model)
+    train(model, optimizer, [points(seed=8)])
+    assert same(snapshot(model)[:2], before[:2])
+    assert distance(snapshot(model)[2:], before[2:]) > 1e-5
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrized(layer: nn.Module) -> nn.Module:
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+COMPUTED_WEIGHTS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "parametrize": parametrized,
+    "hook spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED_WEIGHTS)
+def test_layers_with_computed_weights_are_left_to_the_fallback(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit what torch.optim.SGD does to them."""
+    models = []
+    for _ in range(2):
+        model = mlp()
+        for index in (0, 2):
+            torch.manual_seed(index)  # power iterations start at random
+            COMPUTED_WEIGHTS[name](model[index])
+        models.append(model)
+    data = [points(seed=seed) for seed in range(3)]
+    with caplog.at_level("INFO", logger="fop"):
+        optimizer = fop.FOP(models[0])
+    assert "layer '0' is trained by the fallback rule: its weight is computed" in caplog.text
+    train(models[0], optimizer, data)
+    sgd = torch.optim.SGD(models[1].parameters(), 0.1, momentum=0.9, foreach=False)
+    train(models[1], sgd, data)
+    assert same(snapshot(models[0]), snapshot(models[1]))
+
+
+@pytest.mark.parametrize("build", [fop.FOP, fop.KFAC])
+@pytest.mark.filterwarnings("ignore:layer '0' saw 0 and 0 examples")
+def test_a_weight_that_becomes_computed_during_training_is_named(build: Any) -> None:
+    model = mlp()
+    optimizer = build(model)
+    train(model, optimizer, [points(seed=seed) for seed in range(10)])
+    parametrized(model[0])
+    with pytest.warns(
+        RuntimeWarning, match=r"'0' has a gradient that came without .* skip=\['0'\]"
+    ):
+        train(model, optimizer, [points(seed=10)])
+    train(model, optimizer, [points(seed=seed) for seed in range(11, 14)])  # and says so once
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

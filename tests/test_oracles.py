@@ -17,13 +17,16 @@ from tests.oracles import (
     Reference,
     ReferenceOptimizer,
     accumulate,
+    as_matrix,
     binary_cross_entropy,
     cross_entropy,
     dense_curvature,
     examine,
+    from_matrix,
     half_of_each_example,
     input_rows,
     output_hessian,
+    probed_rows,
     squared_error,
 )
 
@@ -113,6 +116,29 @@ def test_a_convolution_is_a_product_with_its_patches(options: dict[str, object])
     rebuilt = torch.cat([rows @ block.T for rows, block in blocks], dim=1)
     output = layer(image)
     assert_equal(rebuilt.T.reshape(output.shape), output)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+def test_probing_a_convolution_finds_its_patches(options: dict[str, object]) -> None:
+    """Two ways to the same rows; the layers without patches have only this one."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, **{**options, "bias": False}).double()  # type: ignore[arg-type]
+    image = torch.randn(1, 4, 5, 7).double()
+    for found, wanted in zip(probed_rows(layer, image), input_rows(layer, [image]), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_transposed_convolution_is_a_product_with_its_probed_rows(groups: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, groups=groups, bias=False).double()
+    image = torch.randn(1, 4, 3, 4, dtype=torch.float64)
+    blocks = as_matrix(layer, layer.weight).chunk(groups)
+    rows = zip(probed_rows(layer, image), blocks, strict=True)
+    output = torch.cat([x @ block.T for x, block in rows], dim=1)
+    assert torch.allclose(output.T.reshape(layer(image).shape), layer(image))
+    assert torch.equal(from_matrix(layer, as_matrix(layer, layer.weight)), layer.weight)
 
 
 @every_model

@@ -297,3 +297,73 @@ def test_one_example_a_step_is_a_kfac_step_and_said_once() -> None:
     assert len(caught) == 1
     train(kfac, fop.KFAC(kfac), data)
     assert distance(snapshot(single), snapshot(kfac)) < 1e-13
+
+
+def clipped_run(scaler: torch.amp.GradScaler | None, *, name_it: bool, **settings: Any) -> Any:
+    model = mlp()
+    optimizer = fop.FOP(model, update_every=1, beta=0.4, **settings)
+    if name_it:
+        optimizer.grad_scaler = scaler
+    for seed in range(5):
+        x, y = points(seed=seed)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1 * (1 + seed))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("settings", [{}, {"damping_mode": "exact"}, {"fisher": "exact"}], ids=str)
+def test_unscaling_and_clipping_are_told_apart_with_the_scaler(settings: dict[str, Any]) -> None:
+    """The scale changes on the way, and every gradient is clipped."""
+    plain, _ = clipped_run(None, name_it=False, **settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
+    scaled, _ = clipped_run(scaler, name_it=True, **settings)
+    assert scaler.get_scale() > 1000
+    assert distance(snapshot(scaled), snapshot(plain)) < 1e-6  # unscale_ divides in float32
+
+
+def test_without_the_scaler_a_clip_shrinks_the_curvature_of_its_step_and_is_named() -> None:
+    """By its square, in the output factor alone; the gradient and its halves stay right."""
+
+    def one_step(scaler: torch.amp.GradScaler | None) -> tuple[nn.Module, fop.FOP, float]:
+        model = mlp()
+        optimizer = fop.FOP(model, curvature="kronecker")
+        x, y = points()
+        loss = cross_entropy(model(x), y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        if scaler is None:
+            optimizer.step()
+        else:
+            with pytest.warns(RuntimeWarning, match="Set optimizer.grad_scaler = scaler") as said:
+                scaler.step(optimizer)
+            assert len(said) == 1
+        return model, optimizer, 0.1 / norm
+
+    model, optimizer, _ = one_step(None)
+    other, scaled, clip = one_step(torch.amp.GradScaler("cpu", init_scale=1024.0))
+    assert clip < 0.5
+    for layer in (0, 2):
+        right, found = optimizer.state[model[layer].weight], scaled.state[other[layer].weight]
+        assert distance([found["input_factor"]], [right["input_factor"]]) < 1e-12
+        wanted = right["output_factor"] * clip**2
+        assert distance([found["output_factor"]], [wanted]) < 1e-4  # clips add 1e-6 to the norm
+
+
+def test_the_scaler_is_no_part_of_state_or_copies() -> None:
+    model = mlp()
+    optimizer = fop.FOP(model)
+    optimizer.grad_scaler = torch.amp.GradScaler("cpu")
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    assert twin_optimizer.grad_scaler is None
+    train(twin, twin_optimizer, [points()])

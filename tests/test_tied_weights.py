@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 import fop
 from tests.common import distance, snapshot, train
@@ -111,3 +111,27 @@ def test_skipping_one_of_the_tied_layers_skips_the_weight() -> None:
     optimizer = fop.FOP(LanguageModel(), skip="head")
     names = [block.name for block in optimizer._engine.blocks]
     assert names == ["mix"]
+
+
+@pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
+def test_a_weight_tied_without_a_module_is_named(kind: Any) -> None:
+    class Direct(LanguageModel):
+        def forward(self, index: Tensor) -> Tensor:
+            return linear(torch.tanh(self.mix(self.embed(index))), self.embed.weight)
+
+    model = Direct().double()
+    del model.head
+    optimizer = kind(model)
+    index, target = torch.randint(6, (8,)), torch.randint(6, (8,))
+    with pytest.warns(RuntimeWarning, match=r"of layer 'embed' is not what .* skip=\['embed'\]"):
+        train(model, optimizer, [(index, target)])
+    train(model, optimizer, [(index, target)] * 3)  # and says so once
+    del optimizer
+    train(model, kind(model, skip="embed"), [(index, target)] * 3)
+
+
+def test_a_hook_that_changes_a_gradient_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.warns(RuntimeWarning, match="or a hook changes its gradient"):
+        train(model, fop.FOP(model), batches()[:1])

@@ -45,6 +45,7 @@ class _Pending:
     second: int = 0
     sums: PassSums | None = None
     squares: GradientSquares | None = None
+    total: Tensor | None = None  # the weight's gradient by all calls of its modules
 
     def finished_sums(self) -> FactorSums | None:
         if self.sums is None:
@@ -102,6 +103,8 @@ class LayerCapture:
         self.given_up = False  # nothing sensible can be captured: the engine says why
         self.saw_empty = self.saw_examples = False  # what calls since the last step brought
         self.replaced = False  # the module was called with another parameter in its place
+        self.bypassed = False  # a gradient came without a call of the module
+        self._unexplained: Tensor | None = None  # share of p.grad that no call accounts for
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -123,15 +126,19 @@ class LayerCapture:
         if current is not self.weight:  # torch.func.functional_call puts plain tensors there
             self.replaced = isinstance(current, nn.Parameter)
             return False
-        return (
-            not self.given_up
-            and (self.plan.halves != "none" or self.wants_sums)
-            and self.weight.requires_grad
-        )
+        return self._expecting and self.weight.requires_grad
+
+    @property
+    def _expecting(self) -> bool:
+        return not self.given_up and (self.plan.halves != "none" or self.wants_sums)
 
     def take_sums(self) -> FactorSums | None:
         sums, self._sums = self._sums, None
         return sums
+
+    def take_unexplained(self) -> Tensor | None:
+        share, self._unexplained = self._unexplained, None
+        return share
 
     def has_sums(self) -> bool:
         return self._sums is not None
@@ -145,7 +152,7 @@ class LayerCapture:
         return tensors
 
     def reset(self) -> None:
-        self.signed = self._sums = self._pending = self._seen = None
+        self.signed = self._sums = self._pending = self._seen = self._unexplained = None
         self.examples = [0, 0]
         self._passes = 0
 
@@ -157,6 +164,11 @@ class LayerCapture:
         if self._seen is None or self.weight.grad is None:
             return torch.ones((), device=self.weight.device)
         return self._seen.ratio(self.weight.grad)
+
+    def gradient_touched(self) -> bool:
+        """Whether anybody but GradScaler.unscale_ has written to `p.grad` since its backward."""
+        grad = self.weight.grad
+        return self._seen is not None and grad is not None and not self._seen.unchanged(grad)
 
     # ---- called by the hooks, during backward
 
@@ -172,6 +184,13 @@ class LayerCapture:
         else:
             torch._foreach_add_(pending.signed, gradients)
         pending.first, pending.second = max(pending.first, first), max(pending.second, second)
+
+    def hold_total(self, gradient: Tensor) -> None:
+        """Keep what a call gives the weight's gradient, to compare it with what arrives there."""
+        pending = self._current()
+        if pending.fresh:
+            known = pending.total
+            pending.total = gradient.detach() if known is None else known + gradient.detach()
 
     def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
@@ -240,10 +259,15 @@ class LayerCapture:
         """Called when the weight's gradient has been accumulated into `p.grad`."""
         pending, self._pending = self._pending, None
         if pending is None or pending.task != torch._C._current_graph_task_id():
+            self.bypassed |= self._expecting and not self.saw_empty
             return
         assert weight.grad is not None
         if pending.fresh:
             self.reset()
+            if pending.total is not None:
+                own = self.layer.own_weight(weight.grad.detach())
+                strange = _norm(own - pending.total)
+                self._unexplained = strange / (_norm(pending.total) + strange)
         if pending.signed is not None:
             self._commit_halves(pending)
         sums = pending.finished_sums()

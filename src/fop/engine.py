@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fop.capture import CapturePlan, LayerCapture
+from fop.checkpoints import RULE_KEYS, LayerMatrix
 from fop.curvature import Curvature, make_curvature
 from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
 from fop.layers import Layer
@@ -54,6 +55,10 @@ class Block:
     @property
     def layer(self) -> Layer:
         return self.capture.layer
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.capture.shape
 
     @property
     def weight(self) -> nn.Parameter:
@@ -141,6 +146,12 @@ def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
+def _all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    # By the largest entry, because it can't overflow itself.
+    largest = torch.nn.utils.get_total_norm([t.detach() for t in tensors], norm_type=math.inf)
+    return largest.isfinite()
+
+
 class Engine:
     """The blocks of one model, and what the last step found out about them."""
 
@@ -162,7 +173,8 @@ class Engine:
         self.coefficients: dict[str, Coefficients] = {}
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
-        self._said_no_halves = False
+        self._said_no_halves = self._said_unknown_scale = False
+        self._said_bypassed = self._said_unexplained = False
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -175,12 +187,33 @@ class Engine:
             block.layer.state_prefix + key for block in self.blocks for key in block.curvature.keys
         }
 
+    def matrices(self) -> list[LayerMatrix]:
+        """The shapes that a state has to fit."""
+        return [
+            LayerMatrix(
+                block.name, block.weight, block.layer.state_prefix, block.layer.groups, *block.shape
+            )
+            for block in self.blocks
+        ]
+
+    def drop_foreign(self, state: State) -> None:
+        """Forget what another curvature, or way of damping, has left in a state."""
+        known: dict[Tensor, set[str]] = {}
+        for block in self.blocks:
+            keys = {block.layer.state_prefix + key for key in block.curvature.keys}
+            known.setdefault(block.weight, {*RULE_KEYS, "step"}).update(keys)
+        for weight, keys in known.items():
+            own = state.get(weight, {})
+            for key in own.keys() - keys:
+                del own[key]
+
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
         self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
         for block in self.blocks:
             capture = block.capture
-            capture.saw_empty = capture.saw_examples = capture.replaced = False
+            capture.saw_empty = capture.saw_examples = False
+            capture.replaced = capture.bypassed = False
             capture.curvature_shape = capture.basis = None
             if block.ready(state):
                 capture.curvature_shape = capture.shape
@@ -207,7 +240,7 @@ class Engine:
             return self.plan.refresh_due
         healthy = self._healthy(gradients.values(), active)
         gradients = self.unscaled(gradients)
-        retry = self._refresh(active, options, state, healthy)
+        retry, healthy = self._refresh(active, options, state, healthy)
         updates, alignment = self._precondition(active, gradients, options, state)
         if alignment is not None:
             healthy = healthy & alignment.isfinite()
@@ -257,6 +290,8 @@ class Engine:
         for block in active:
             capture = block.capture
             excused = capture.given_up or (capture.saw_empty and not capture.saw_examples)
+            if capture.bypassed and not excused and block.ready(state):
+                self._say_bypassed(block)
             if not (capture.has_sums() or excused or block.ready(state)):
                 raise RuntimeError(
                     f"layer {block.name!r} has a gradient, but no backward pass through the module "
@@ -275,65 +310,86 @@ class Engine:
         tensors = list(gradients)
         for block in active:
             tensors += block.capture.tensors()
-        # The largest entry, because it can't overflow itself.
-        largest = torch.nn.utils.get_total_norm([t.detach() for t in tensors], norm_type=math.inf)
-        healthy = largest.isfinite()
+        healthy = _all_finite(tensors)
         if self.loss_scale is not None:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
 
     def _refresh(
         self, active: list[Block], options: Mapping[Tensor, Group], state: State, healthy: Tensor
-    ) -> bool:
-        """Take the captured sums into the curvature; True if that has to be repeated."""
+    ) -> tuple[bool, Tensor]:
+        """Take the captured sums into the curvature.
+
+        True if that has to be repeated; and whether the step, with the factors, is sound.
+        """
         fresh = _without_unbatched(
             [(block, sums) for block in active if (sums := block.capture.take_sums()) is not None]
         )
         if not fresh:
-            return False
+            return False, healthy
+        for block, sums in fresh:
+            self._scale(block, sums)
+        factors = [t for _, s in fresh for t in (s.inputs, s.outputs, s.squares) if t is not None]
+        healthy = healthy & _all_finite(factors).to(healthy.device)
         if not bool(healthy):
-            return True
-        settings = self.settings
+            return True, healthy
+        self._say_unexplained([block for block, _ in fresh])
         jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
         for block, sums in fresh:
-            # Extra passes differentiate each example's own loss, unscaled; training passes
-            # differentiate the user's.
-            empirical = self.plan.empirical
-            reduction = settings.loss_reduction if empirical else "sum"
-            of_inputs, of_outputs = factor_scales(
-                examples=sums.examples,
-                rows=sums.rows,
-                sharing=settings.sharing,
-                reduction=reduction,
-            )
-            inputs, outputs, squares = sums.inputs, sums.outputs, sums.squares
-            inputs.mul_(of_inputs)
-            quadratic = [outputs.mul_(of_outputs)]
-            if squares is not None:
-                of_squares = square_scale(examples=sums.examples, reduction=reduction)
-                quadratic.append(squares.mul_(of_squares))
-            if empirical and self.loss_scale is not None:
-                scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
-                torch._foreach_mul_(quadratic, scale.to(outputs) ** 2)
-            own = block.state_in(state)
-            block.curvature.absorb(own, inputs, outputs, settings.factor_decay)
-            if squares is not None:
-                block.curvature.absorb_squares(own, squares, settings.factor_decay)
+            own, decay = block.state_in(state), self.settings.factor_decay
+            block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
+            if sums.squares is not None:
+                block.curvature.absorb_squares(own, sums.squares, decay)
             job = RefreshJob(own, options[block.weight]["damping"])
             jobs.setdefault(block.curvature, []).append((block, job))
         failed = []
         for curvature, pairs in jobs.items():
             done = curvature.refresh([job for _, job in pairs])
-            failed += [block.name for (block, _), fine in zip(pairs, done, strict=True) if not fine]
+            failed += [block for (block, _), fine in zip(pairs, done, strict=True) if not fine]
         if failed:
+            self._restart(failed, dict(fresh), state)
             warnings.warn(
-                f"the curvature of {', '.join(map(repr, failed))} could not be inverted, not even "
-                "in float64 with more damping: the previous inverse is used where there is one, "
-                "else the plain gradient. If this repeats, raise damping.",
+                f"the curvature of {', '.join(repr(block.name) for block in failed)} could not be "
+                "inverted, not even in float64 with more damping: the previous inverse is used "
+                "where there is one, else the plain gradient. If this repeats, raise damping.",
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return bool(failed)
+        return bool(failed), healthy
+
+    def _restart(
+        self, failed: list[Block], fresh: Mapping[Block, FactorSums], state: State
+    ) -> None:
+        """Start moving averages anew that hold something not finite, which would never fade."""
+        for block in failed:
+            batch = {"input_factor": fresh[block].inputs, "output_factor": fresh[block].outputs}
+            own = block.state_in(state)
+            if not bool(_all_finite([own[key] for key in batch])):
+                own.update({key: factor.clone() for key, factor in batch.items()})
+
+    def _scale(self, block: Block, sums: FactorSums) -> None:
+        """Make a batch's raw sums its Kronecker factors, in place."""
+        settings = self.settings
+        # Extra passes differentiate each example's own loss, unscaled; training passes
+        # differentiate the user's.
+        empirical = self.plan.empirical
+        reduction = settings.loss_reduction if empirical else "sum"
+        of_inputs, of_outputs = factor_scales(
+            examples=sums.examples,
+            rows=sums.rows,
+            sharing=settings.sharing,
+            reduction=reduction,
+        )
+        sums.inputs.mul_(of_inputs)
+        quadratic = [sums.outputs] if sums.squares is None else [sums.outputs, sums.squares]
+        if empirical and self.loss_scale is not None:
+            if self.loss_scale.measured and block.capture.gradient_touched():
+                self._say_unknown_scale()
+            scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
+            torch._foreach_mul_(quadratic, scale.to(sums.outputs) ** 2)  # first: it only shrinks
+        sums.outputs.mul_(of_outputs)
+        if sums.squares is not None:
+            sums.squares.mul_(square_scale(examples=sums.examples, reduction=reduction))
 
     def _precondition(
         self,
@@ -378,6 +434,53 @@ class Engine:
         return fop_update(
             average, difference, metric, settings.beta, settings.eta, settings.total_weight
         )
+
+    def _say_unknown_scale(self) -> None:
+        if self._said_unknown_scale:
+            return
+        self._said_unknown_scale = True
+        warnings.warn(
+            "gradients were changed (clipped, say) after GradScaler.unscale_(), so the loss scale "
+            "of this step can't be told from the change, and the curvature shrinks with the "
+            "square of a clip. Set optimizer.grad_scaler = scaler once, where optimizer is the "
+            "fop optimizer itself. (Said once.)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def _say_bypassed(self, block: Block) -> None:
+        if self._said_bypassed:
+            return
+        self._said_bypassed = True
+        warnings.warn(
+            f"layer {block.name!r} has a gradient that came without a call of the module (its "
+            "weight was used directly, or is now computed by a parametrization or pruning), so its "
+            "curvature is not renewed and its halves are not known: call the module, or build the "
+            f"optimizer again, with skip=[{block.name!r}] if need be. (Said once.)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def _say_unexplained(self, blocks: list[Block]) -> None:
+        """Notice a weight that is also used without its module, within one backward pass."""
+        shares = {b: share for b in blocks if (share := b.capture.take_unexplained()) is not None}
+        if self._said_unexplained or not shares:
+            return
+        values = torch.stack([share.cpu() for share in shares.values()]).tolist()
+        for block, share in zip(shares, values, strict=True):
+            # Several calls may be added up in another order than autograd's.
+            if share > torch.finfo(block.weight.dtype).eps ** 0.4:
+                self._said_unexplained = True
+                warnings.warn(
+                    f"the gradient of layer {block.name!r} is not what the calls of its module "
+                    "gave it: its weight is also used without the module (F.linear(x, "
+                    "layer.weight), say), or a hook changes its gradient. Curvature and halves "
+                    "know the calls alone. Call a module that shares the weight instead, or pass "
+                    f"skip=[{block.name!r}]. (Said once.)",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+                return
 
     def _say_no_halves(self, block: Block) -> None:
         if self._said_no_halves:

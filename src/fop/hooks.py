@@ -156,6 +156,8 @@ def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> li
             sign = 1 if first == n else -1
             copies = [gradient.detach() * sign for gradient in gradients[:count]]
             capture.hold_gradient(copies, first, n - first)
+    if capture.wants_sums and not parts.layer.observed and parts.needs_weight:
+        capture.hold_total(gradients[0])
     if curvature and plan.empirical and capture.wants_sums:
         with torch.no_grad():
             capture.hold_sums(parts.layer, parts.inputs, parts.outputs)

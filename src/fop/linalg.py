@@ -99,7 +99,9 @@ def _inverse(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
         return (inverse,), (inverse > 0).all() & inverse.isfinite().all()
     triangle, info = torch.linalg.cholesky_ex(_shifted(factor, shift))
     inverse = torch.cholesky_inverse(triangle)
-    return (inverse,), (info == 0).all() & inverse.isfinite().all()
+    # An infinite entry can leave a finite inverse.
+    sound = (info == 0).all() & triangle.isfinite().all() & inverse.isfinite().all()
+    return (inverse,), sound
 
 
 def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

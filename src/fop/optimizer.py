@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
+from fop.checkpoints import STATE_FORMAT, check_state
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
@@ -41,6 +42,10 @@ class SecondOrderOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor
 
+    # The scaler, for loops that call its unscale_() and then clip: at step() nobody else could tell
+    # by how much the gradients were unscaled, and by how much clipped.
+    grad_scaler: torch.amp.GradScaler | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -60,7 +65,8 @@ class SecondOrderOptimizer(Optimizer):
         preconditioned = {parameter for found in layers for parameter in found.parameters()}
         fallback = _fallback_options(settings.fallback, fallback_lr)
         groups = build_groups(self._model, preconditioned, param_groups, fallback)
-        super().__init__(groups, {**defaults, "steps": 0, "refresh_overdue": False})
+        progress = {"steps": 0, "refresh_overdue": False, "state_format": STATE_FORMAT}
+        super().__init__(groups, {**defaults, **progress})
         self._attach(layers)
 
     def _attach(self, layers: Sequence[FoundLayer]) -> None:
@@ -75,6 +81,10 @@ class SecondOrderOptimizer(Optimizer):
                 "next; use param_groups for different settings"
             )
         self._engine = Engine(self._settings)
+        # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
+        self._engine_step = torch.compiler.disable(self._engine.step)
+        self._engine_prepare = torch.compiler.disable(self._engine.prepare)
+        self._engine_reset = torch.compiler.disable(self._engine.reset)
         handles: list[RemovableHandle] = []
         attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
@@ -127,7 +137,7 @@ class SecondOrderOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        retry = self._engine.step(self.param_groups, self.state, self._loss_scale())
+        retry = self._engine_step(self.param_groups, self.state, self._loss_scale())
         for group in self.param_groups:
             group["steps"] += 1
             group["refresh_overdue"] = retry
@@ -137,12 +147,12 @@ class SecondOrderOptimizer(Optimizer):
     def _prepare(self) -> None:
         """Tell the hooks what the next step needs. All it rests on is part of the state_dict."""
         retry = bool(self.param_groups[0]["refresh_overdue"])
-        self._engine.prepare(self.steps + 1, self.state, retry=retry)
+        self._engine_prepare(self.steps + 1, self.state, retry=retry)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, and what was captured together with them."""
         super().zero_grad(set_to_none)
-        self._engine.reset()
+        self._engine_reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused, except while the optimizer is built: new parameters have no watched layer."""
@@ -156,10 +166,23 @@ class SecondOrderOptimizer(Optimizer):
         check_group(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; training continues bit for bit as from where it was saved."""
-        super().load_state_dict(dict(state_dict))
-        self._restore_precision(state_dict)
-        self._engine.reset()
+        """Load a state; training continues bit for bit as from where it was saved.
+
+        A state that does not belong to this optimizer is refused and changes nothing. Curvature
+        saved under another `damping_mode` goes on from its moving averages.
+        """
+        check_state(state_dict, self.param_groups, self._engine.matrices())
+        before = {"state": self.state, "param_groups": self.param_groups}
+        try:
+            super().load_state_dict(dict(state_dict))
+            self._restore_precision(state_dict)
+        except BaseException:
+            self.__setstate__(before)
+            raise
+        for group in self.param_groups:
+            group["state_format"] = STATE_FORMAT
+        self._engine.drop_foreign(self.state)
+        self._engine_reset()
         self._prepare()
 
     def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
@@ -178,7 +201,8 @@ class SecondOrderOptimizer(Optimizer):
         if found_inf is None:
             return None
         scale = getattr(self, "grad_scale", None)
-        return LossScale(inverse=None if scale is None else scale.reciprocal(), found_inf=found_inf)
+        inverse = None if scale is None else scale.reciprocal()
+        return LossScale(inverse, found_inf, self.grad_scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model in the same pickle or deep copy, the two stay connected.

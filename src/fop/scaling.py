@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,24 @@ class LossScale:
 
     inverse: Tensor | None  # None if the user has called unscale_(): gradients are unscaled already
     found_inf: Tensor
+    scaler: GradScaler | None = None  # if the user has named it
+
+    @property
+    def measured(self) -> bool:
+        """Whether the scale is known from what has become of the gradients only."""
+        return self.inverse is None and self.scaler is None
 
     def of_captured(self, gradient_ratio: Tensor) -> Tensor:
         """What brings a backward pass, which ran under the scaled loss, to the true loss.
 
         `gradient_ratio` is what happened to `p.grad` since. After unscale_() it holds the scale,
-        and a clip if there was one: the two can't be told apart.
+        and a clip if there was one: only the scaler itself could tell the two apart.
         """
-        return gradient_ratio if self.inverse is None else self.inverse
+        if self.inverse is not None:
+            return self.inverse
+        if self.scaler is not None:  # a host read, which steps that renew curvature have anyway
+            return torch.full_like(gradient_ratio, 1 / self.scaler.get_scale())
+        return gradient_ratio
 
 
 def factor_scales(*, examples: int, rows: int, sharing: str, reduction: str) -> tuple[float, float]:

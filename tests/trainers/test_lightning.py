@@ -112,6 +112,7 @@ def plain_loop(
     optimizer = fop.FOP(model, **options)
     scheduler = ExponentialLR(optimizer, DECAY)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    optimizer.grad_scaler = scaler
     context = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
     for _ in range(epochs):
         for index, (x, y) in enumerate(batches(dtype), start=1):

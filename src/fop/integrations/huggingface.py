@@ -25,6 +25,7 @@ class SecondOrderMixin:
     # What the mixin uses of transformers.Trainer, which is not imported for its types.
     model: Any
     args: Any
+    accelerator: Any
     optimizer: Any
     get_decay_parameter_names: Any
 
@@ -51,4 +52,5 @@ class SecondOrderMixin:
                 "param_groups": [{"params": others, "weight_decay": 0.0}],
             }
             self.optimizer = self.optimizer_type(model, **{**options, **self.optimizer_options})
+            self.optimizer.grad_scaler = self.accelerator.scaler  # Trainer unscales, then clips
         return self.optimizer

@@ -10,6 +10,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
+from fop.optimizer import SecondOrderOptimizer
+
 
 class ClippableMixedPrecision(MixedPrecision):
     """`Trainer(plugins=ClippableMixedPrecision("bf16-mixed", "cpu"), gradient_clip_val=1.0)`."""
@@ -23,4 +25,6 @@ class ClippableMixedPrecision(MixedPrecision):
         """Clip, after undoing the loss scale where there is one."""
         if clip_val > 0 and self.scaler is not None:
             self.scaler.unscale_(optimizer)
+            if isinstance(optimizer, SecondOrderOptimizer):
+                optimizer.grad_scaler = self.scaler
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)

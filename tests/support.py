@@ -1,0 +1,403 @@
+"""docs/support.md, made of the registry of layers and of the tests: `python -m tests.support`.
+
+Each row says what is supported, how, and which test shows it. `tests/test_support.py` holds the
+page to this file, this file to the registry, and every named test to its existence.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from fop.layers import LAYER_TYPES, NORM_TYPES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "support.md"
+
+
+class Row(NamedTuple):
+    what: str
+    how: str
+    tests: str  # "file::function", several separated by spaces; the file without test_ and .py
+
+
+EXACT = "exactness::test_every_layer_takes_the_reference_step"
+ADAPTERS = {
+    "LinearLayer": Row("", "Kronecker factors; any number of shared dimensions", EXACT),
+    "ConvLayer": Row(
+        "",
+        "Kronecker factors, exact for each group; any stride, dilation, padding and padding mode",
+        f"{EXACT} layers::test_rows_rebuild_the_output_and_the_gradient",
+    ),
+    "ConvTransposeLayer": Row(
+        "",
+        "Kronecker factors, exact for each group, of the mirrored convolution",
+        f"{EXACT} layers::test_rows_rebuild_the_output_and_the_gradient",
+    ),
+    "EmbeddingLayer": Row(
+        "",
+        "Kronecker factors, the input factor diagonal (how often each index occurs); "
+        "`max_norm`, `scale_grad_by_freq` and `sparse`: fallback",
+        "exactness::test_embeddings_take_the_reference_step "
+        "wide_layers::test_embeddings_with_other_gradients_fall_back",
+    ),
+}
+UNITWISE = Row(
+    "",
+    'fallback; with `norms="unitwise"` the exact 2 x 2 curvature of every unit',
+    "exactness::test_unitwise_norms_take_the_reference_step "
+    "norms::test_a_norm_layer_takes_the_step_of_its_exact_blocks",
+)
+
+OTHER_LAYERS = [
+    Row(
+        "`nn.LSTM`, `nn.GRU`, `nn.EmbeddingBag`, any other module",
+        "fallback, named in the log",
+        "loops::test_other_layers_are_trained_by_the_fallback_and_named",
+    ),
+    Row(
+        "`nn.MultiheadAttention`",
+        "Kronecker factors of queries, keys, values and output, packed or apart, `batch_first` "
+        "or not",
+        "attention::test_steps_are_those_of_four_linear_layers "
+        "attention::test_outputs_and_random_numbers_are_torchs_bit_for_bit",
+    ),
+    Row(
+        "`nn.TransformerEncoderLayer`, `nn.TransformerDecoderLayer`, `nn.Transformer`",
+        "their attention, linear and norm layers as above; never the fast path in training",
+        "attention::test_transformers_take_the_steps_of_their_linear_layers "
+        "attention::test_evaluation_and_no_grad_are_torchs_own",
+    ),
+    Row(
+        '`curvature="ekfac"`',
+        "eigenvalues corrected in the Kronecker basis, for all layers above but norms, which are "
+        "exact as they are",
+        "ekfac::test_steps_are_those_of_the_dense_reference "
+        "ekfac::test_eigenvalues_are_those_of_the_true_fisher_not_of_the_product",
+    ),
+    Row(
+        "Models in the style of timm (packed attention, layer scale, stochastic depth, tokens)",
+        "layers as above, free parameters by the fallback",
+        EXACT,
+    ),
+    Row(
+        "Tied weights",
+        "one block, contributions added",
+        f"{EXACT} exactness::test_embeddings_take_the_reference_step "
+        "tied_weights::test_two_tied_layers_train_like_one_layer_called_twice",
+    ),
+    Row(
+        "Low-rank adapters beside frozen weights",
+        "as above; frozen weights cost nothing",
+        "loops::test_low_rank_adapters_train_and_leave_the_frozen_weights_alone "
+        "capture::test_frozen_parts_train_as_if_they_were_constants",
+    ),
+    Row(
+        "Very wide layers",
+        "a factor above `max_factor_size` is kept as its diagonal",
+        "exactness::test_wide_layers_take_the_reference_step "
+        "wide_layers::test_wide_layers_keep_no_square_of_the_width",
+    ),
+    Row(
+        "`weight_norm`, `spectral_norm`, `parametrize`, pruning",
+        "fallback, named in the log; named in a warning where it comes during training",
+        "loops::test_layers_with_computed_weights_are_left_to_the_fallback "
+        "loops::test_a_weight_that_becomes_computed_during_training_is_named",
+    ),
+    Row(
+        "A weight used without its module",
+        "refused, or where calls come too, a warning, with the layer's name",
+        "errors::test_a_layer_without_statistics_is_named_and_can_be_skipped "
+        "tied_weights::test_a_weight_tied_without_a_module_is_named",
+    ),
+    Row(
+        "Random models of all these",
+        "the dense reference's steps (`make fuzz`: thousands)",
+        "fuzz::test_a_random_model_takes_the_reference_steps",
+    ),
+]
+
+LOOPS = [
+    Row(
+        "Autocast, bf16 and fp16",
+        "curvature in float32",
+        "mixed_precision::"
+        "test_curvature_under_autocast_is_that_of_the_rounded_values_in_single_precision",
+    ),
+    Row(
+        "`GradScaler`",
+        "changes nothing; steps lost to overflow lose and leak nothing",
+        "safety::test_a_grad_scaler_changes_nothing "
+        "mixed_precision::test_steps_lost_to_overflow_in_fp16_lose_and_leak_nothing",
+    ),
+    Row(
+        "`GradScaler.unscale_` and a clip",
+        "told apart with `optimizer.grad_scaler = scaler`; else a warning",
+        "safety::test_unscaling_and_clipping_are_told_apart_with_the_scaler "
+        "safety::test_without_the_scaler_a_clip_shrinks_the_curvature_of_its_step_and_is_named",
+    ),
+    Row(
+        "Half-precision models",
+        "curvature in float32",
+        "safety::test_half_precision_models_keep_single_precision_curvature "
+        "mixed_precision::test_a_pure_bf16_step_is_the_step_of_its_rounded_numbers",
+    ),
+    Row(
+        "Clipping by norm and by value",
+        "both halves follow the gradient",
+        "accumulation::test_clipping_scales_average_and_difference_alike "
+        "loops::test_clipping_by_value_is_the_step_of_the_clipped_gradient",
+    ),
+    Row(
+        "Gradient accumulation, ragged too",
+        "the step of the whole batch",
+        "accumulation::test_one_batch_equals_k_microbatches "
+        "exactness::test_ragged_microbatches_carry_their_weight_in_the_loss",
+    ),
+    Row(
+        "Activation checkpointing, reentrant or not",
+        "changes nothing",
+        "capture::test_activation_checkpointing_changes_nothing",
+    ),
+    Row(
+        "`torch.compile` of the model, before or after",
+        "watched layers run between the graphs; refused by name where hooks can't fire",
+        "compile::test_a_compiled_model_trains_like_a_plain_one "
+        "errors::test_a_compiled_model_that_bypasses_the_hooks_is_named",
+    ),
+    Row(
+        "`torch.compile` of `step` or of a whole training step",
+        "the step itself runs uncompiled",
+        "compile::test_a_compiled_optimizer_step_is_the_plain_one "
+        "compile::test_a_compiled_training_step_is_the_plain_one",
+    ),
+    Row(
+        "`torch.func`, `vmap`",
+        "work, and leave no trace",
+        "loops::test_function_transforms_work_and_leave_no_trace",
+    ),
+    Row("In-place activations", "as any", EXACT),
+    Row(
+        "Several losses, backwards through parts",
+        "each backward counts as a micro-batch",
+        "loops::test_losses_backpropagated_one_by_one_count_as_microbatches",
+    ),
+    Row(
+        "Several inputs; outputs in a dict",
+        "as any",
+        "loops::test_several_inputs_are_watched_each_at_its_layer "
+        "loops::test_several_outputs_train_by_the_gradient_of_their_sum",
+    ),
+    Row("Models partly in eval", "as any", f"{EXACT} norms::{UNITWISE.tests.split('::')[-1]}"),
+    Row(
+        "Freezing and unfreezing",
+        "curvature starts when a layer is first trained",
+        "loops::test_a_layer_frozen_at_first_starts_with_curvature_of_its_own "
+        "capture::test_a_bias_frozen_during_training_leaves_the_curvature_to_the_weight",
+    ),
+    Row(
+        "`model.to` after construction",
+        "state follows",
+        "loops::test_state_follows_a_model_that_is_cast",
+    ),
+    Row(
+        "Parameters replaced after construction",
+        "refused with the layer's name",
+        "loops::test_a_replaced_parameter_is_named",
+    ),
+    Row(
+        "Averages of weights (`AveragedModel`), deep copies",
+        "copies are not watched",
+        "loops::test_averaged_models_follow_without_being_trained "
+        "optimizer_contract::"
+        "test_a_copy_of_the_model_trains_nothing_and_can_have_its_own_optimizer",
+    ),
+]
+
+TRAINERS = [
+    Row(
+        f"{name}: {what}",
+        "the plain loop, bit for bit",
+        " ".join(f"trainers/{file}::{test}" for test in tests.split()),
+    )
+    for name, file, what, tests in [
+        ("Lightning", "lightning", "automatic optimization", "test_automatic_optimization"),
+        ("Lightning", "lightning", "manual optimization", "test_manual_optimization"),
+        ("Lightning", "lightning", "`accumulate_grad_batches`", "test_accumulate_grad_batches"),
+        (
+            "Lightning",
+            "lightning",
+            "bf16, fp16",
+            "test_bf16 test_fp16_with_a_scaler_that_first_overflows",
+        ),
+        (
+            "Lightning",
+            "lightning",
+            "clipping",
+            "test_clipping test_clipping_in_bf16_needs_the_plugin",
+        ),
+        ("Lightning", "lightning", "resume", "test_resumed_training_is_the_uninterrupted"),
+        (
+            "Hugging Face",
+            "huggingface",
+            "factory, mixin",
+            "test_every_way_to_hand_over_the_optimizer",
+        ),
+        ("Hugging Face", "huggingface", "accumulation", "test_accumulation_with_a_ragged_end"),
+        ("Hugging Face", "huggingface", "bf16", "test_bf16"),
+        (
+            "Hugging Face",
+            "huggingface",
+            "activation checkpointing",
+            "test_activation_checkpointing_changes_nothing",
+        ),
+        ("Hugging Face", "huggingface", "resume", "test_resumed_training_is_the_uninterrupted"),
+        (
+            "Accelerate",
+            "accelerate",
+            "`prepare`, `accumulate`, bf16",
+            "test_prepared_and_accumulated",
+        ),
+        (
+            "Accelerate",
+            "accelerate",
+            "`save_state`, `load_state`",
+            "test_resumed_training_is_the_uninterrupted",
+        ),
+        (
+            "Plain loop",
+            "plain_loop",
+            "example",
+            "test_the_example_learns_and_resumes_bit_for_bit",
+        ),
+    ]
+]
+
+SAFETY = [
+    Row(
+        "NaN or infinity in inputs, loss or one layer's gradient; empty batch; overflow of factors",
+        "the step has no effect; training goes on as if it had not been",
+        "injection::test_training_goes_on_as_if_the_bad_step_had_not_been "
+        "safety::test_a_step_that_is_not_finite_changes_nothing",
+    ),
+    Row(
+        "Factors of zero, singular, huge",
+        "inverted as they are",
+        "injection::test_a_damaged_factor_is_inverted_as_it_is",
+    ),
+    Row(
+        "Indefinite factors",
+        "more damping",
+        "injection::test_an_indefinite_factor_is_inverted_with_more_damping_and_fades",
+    ),
+    Row(
+        "Factors that are not finite",
+        "a warning, and the average starts anew",
+        "injection::test_an_average_that_is_not_finite_starts_anew",
+    ),
+    Row(
+        "eigh or Cholesky raising",
+        "a warning, the previous inverse, and another try",
+        "safety::test_a_failed_decomposition_keeps_the_previous_inverse_and_says_so "
+        "injection::test_a_decomposition_that_fails_once_loses_nothing_of_the_average",
+    ),
+    Row(
+        "A batch of one",
+        "a KFAC step, said once",
+        "safety::test_one_example_a_step_is_a_kfac_step_and_said_once",
+    ),
+    Row(
+        "A layer unused in some steps",
+        "rests, and keeps its curvature",
+        "injection::test_a_layer_unused_in_some_steps_keeps_its_curvature_and_disturbs_nobody",
+    ),
+    Row(
+        "A state of another model, version or optimizer",
+        "refused by name, nothing changed",
+        "checkpoints::test_a_state_that_does_not_fit_is_named_and_changes_nothing "
+        "checkpoints::test_the_state_of_another_optimizer_is_refused",
+    ),
+    Row(
+        "A file cut short, a failure during loading",
+        "nothing changed",
+        "checkpoints::test_a_file_cut_short_is_refused_by_torch_and_changes_nothing "
+        "checkpoints::test_loading_that_fails_half_way_changes_nothing",
+    ),
+    Row(
+        "A state of another dtype",
+        "goes on as if the model had been cast",
+        "checkpoints::test_a_state_of_another_dtype_goes_on_as_if_the_model_had_been_cast",
+    ),
+    Row(
+        "A state of another `damping_mode`",
+        "goes on from the moving averages",
+        "checkpoints::test_another_way_of_damping_goes_on_from_the_moving_averages",
+    ),
+    Row(
+        "Resume",
+        "bit for bit, `weights_only=True`",
+        "optimizer_contract::test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit",
+    ),
+]
+
+
+def layers() -> list[Row]:
+    """One row for every registered type; a new adapter needs its line in ADAPTERS."""
+    rows = []
+    for module, adapter in LAYER_TYPES.items():
+        rows.append(ADAPTERS[adapter.__name__]._replace(what=_name(module)))
+    rows += [UNITWISE._replace(what=_name(module)) for module in NORM_TYPES]
+    return rows + OTHER_LAYERS
+
+
+def _name(module: type[nn.Module]) -> str:
+    return f"`nn.{module.__name__}`"
+
+
+def sections() -> dict[str, list[Row]]:
+    return {"Layers": layers(), "Loops": LOOPS, "Trainers": TRAINERS, "Safety": SAFETY}
+
+
+def named_tests() -> Iterator[tuple[Path, str]]:
+    for rows in sections().values():
+        for row in rows:
+            for test in row.tests.split():
+                yield _location(test)
+
+
+def _location(test: str) -> tuple[Path, str]:
+    place, function = test.split("::")
+    folder, _, file = place.rpartition("/")
+    return ROOT / "tests" / folder / f"test_{file}.py", function
+
+
+def defined_tests(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def page() -> str:
+    lines = [
+        "# What is supported, how, and which test shows it",
+        "",
+        "Generated by `python -m tests.support` from the registry of layers and the tests.",
+    ]
+    for title, rows in sections().items():
+        lines += ["", f"## {title}", "", "| what | how | shown by |", "|---|---|---|"]
+        for row in rows:
+            shown = "<br>".join(_link(test) for test in row.tests.split())
+            lines.append(f"| {row.what} | {row.how} | {shown} |")
+    return "\n".join([*lines, ""])
+
+
+def _link(test: str) -> str:
+    path, function = _location(test)
+    return f"[`{function}`](../{path.relative_to(ROOT).as_posix()})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
