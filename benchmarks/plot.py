@@ -60,9 +60,15 @@ def _bars(axis: Axes, record: tables.Record, workload: str) -> None:
 
 def plot_growth(record: tables.Record, path: Path) -> Path:
     """Cost of a step against batch size and width, for fop's own."""
+    measured = {key.split("/")[0] for key in record["cells"]}
+    sweeps = {
+        title: found
+        for title, sweep in SWEEPS.items()
+        if (found := {size: w for size, w in sweep.items() if w.name in measured})
+    }
     with style():
-        figure, axes = panels(len(SWEEPS), share_y=False)
-        for axis, (title, sweep) in zip(axes, SWEEPS.items(), strict=True):
+        figure, axes = panels(len(sweeps), share_y=False)
+        for axis, (title, sweep) in zip(axes, sweeps.items(), strict=True):
             for method in OURS:
                 for kind, line in (("every_step", "-"), ("interval", "--"), ("plain", ":")):
                     points = {

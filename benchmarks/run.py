@@ -1,10 +1,12 @@
-"""Measures every cell of the table in a process of its own, and writes record, docs and plot.
+"""Measures every cell of the table in a process of its own; writes record, docs and plots.
 
     python -m benchmarks.run               # make bench: about 25 minutes on one core
-    python -m benchmarks.run --quick       # fop and SGD on the two small networks, 2 minutes
+    python -m benchmarks.run --quick       # fop and SGD on two small networks, 3 minutes
     python -m benchmarks.run --resume      # go on where an interrupted run stopped
-    python -m benchmarks.run --only kfac   # some methods or workloads (repeat it)
+    python -m benchmarks.run --only kfac --only vit    # cells with all of these in their name
 
+Docs are written from complete runs alone; `python -m benchmarks.report` writes them from any
+record. Processes are pinned to the last core allowed, so `taskset -c 0` before it means core 0.
 Wants a quiet machine: times are CPU times, but a busy neighbour takes cache and memory bandwidth.
 """
 
@@ -127,7 +129,6 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="part of a cell's name")
     parser.add_argument("--output", type=Path, help="the record, default benchmarks/results/DATE")
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished record")
-    parser.add_argument("--docs", action="store_true", help="write docs/performance.md and plot")
     arguments = parser.parse_args()
     mode = "quick" if arguments.quick else "everything" if arguments.everything else "full"
     budget = arguments.budget or (1.5 if mode == "quick" else 4.0)
@@ -143,7 +144,8 @@ def main() -> None:
         sys.exit(str(error))
     measure_all(tasks, record, console)
     console.print(report.markdown(record.content), markup=False, highlight=False, soft_wrap=True)
-    if arguments.docs:
+    console.print(f"recorded in {path}", highlight=False)
+    if mode != "quick" and not arguments.only:
         report.write_docs(record.content, ROOT / "docs")
 
 
