@@ -30,8 +30,9 @@ def _solve(factor_position: int, right_position: int, share: float) -> Callable[
     """Operations of substitutions: `share` n^2 for each right-hand side."""
 
     def count(*shapes: Any, out_shape: Any = None, **__: Any) -> int:
-        n = shapes[factor_position][-1]
-        return round(share * n * prod(shapes[right_position]))
+        n: int = shapes[factor_position][-1]
+        right: Shape = shapes[right_position]
+        return round(share * n * prod(right))
 
     return count
 
@@ -53,4 +54,5 @@ def count_multiply_adds(work: Callable[[], None]) -> int:
     """Run `work` and count what it multiplies and adds."""
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         work()
-    return counter.get_total_flops() // 2
+    total: int = counter.get_total_flops()
+    return total // 2

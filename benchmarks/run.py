@@ -67,15 +67,12 @@ def plan(mode: str, budget: float) -> list[Task]:
     if mode == "quick":
         return [*tasks, profile_task("cnn-b512", "kfac"), profile_task("cnn-b512", "fop")]
     tasks += [profile_task(PROFILED, method) for method in OURS]
+    along = {workload.name for sweep in SWEEPS.values() for workload in sweep.values()}
     known = {task.key for task in tasks}
-    for sweep in SWEEPS.values():
-        for workload in sweep.values():
-            for method in OURS:
-                task = measurement(workload.name, method, 10, budget / 2)
-                if task.key not in known:
-                    known.add(task.key)
-                    tasks.append(task)
-    return tasks
+    sweeps = [
+        measurement(name, method, 10, budget / 2) for name in sorted(along) for method in OURS
+    ]
+    return [*tasks, *(task for task in sweeps if task.key not in known)]
 
 
 def profile_task(workload: str, method: str) -> Task:
