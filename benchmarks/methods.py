@@ -214,6 +214,7 @@ METHODS = _register(
 )
 OURS = ("kfac", "fop")
 STAGGERED = "kfac-staggered"
+OWN = ("sgd", *OURS, STAGGERED)  # what must run: a failure of these is not a footnote
 
 # Left out where the library has no such option, so that other versions can be measured too.
 if "stagger" in inspect.signature(fop.KFAC).parameters:

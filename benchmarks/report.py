@@ -44,6 +44,7 @@ def markdown(record: tables.Record) -> str:
             "optimizer state.\n\n" + tables.memory(record)
         ),
         "Targets": tables.targets(record),
+        "Against operation counts": tables.kfac_ratios(record),
         "FOP against KFAC": tables.fop_ratios(record),
         "How cost grows": tables.growth(record),
         "Phases of a step": tables.profiles(record),

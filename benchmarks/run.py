@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import report, store
 from benchmarks.measure import MARKER
-from benchmarks.methods import METHODS, OURS, STAGGERED
+from benchmarks.methods import METHODS, OURS, OWN
 from benchmarks.process import child_environment
 from benchmarks.workloads import LARGE_BATCH, SWEEPS, TABLE
 
@@ -56,7 +56,7 @@ def plan(mode: str, budget: float) -> list[Task]:
     for workload in SMALL if mode == "quick" else TABLE:
         large = workload in LARGE_BATCH and mode != "everything"
         for method in METHODS.values():
-            if (large or mode == "quick") and method.name not in ("sgd", *OURS, STAGGERED):
+            if (large or mode == "quick") and method.name not in OWN:
                 continue
             if large and method.staggered:
                 continue
@@ -95,6 +95,8 @@ def start(task: Task) -> dict[str, Any]:
             result: dict[str, Any] = json.loads(line.removeprefix(MARKER))
             return result
     # The kernel ends a process that asks for too much memory with signal 9, without a word.
+    if done.returncode == -9 and task.request["method"] not in OWN:
+        return {"error": "ended by the system, which was out of memory"}
     said = done.stderr.strip()[-2000:] or "it said nothing"
     raise RuntimeError(f"{task.key}: the process ended with code {done.returncode}: {said}")
 

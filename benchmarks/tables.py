@@ -170,6 +170,24 @@ def fop_against_kfac(record: Record, workload: str, kind: str) -> tuple[float | 
     return measured, counts[1][kind] / counts[0][kind]
 
 
+def kfac_ratios(record: Record) -> str:
+    """fop's steps against SGD's, as measured and by counted multiply-adds."""
+    lines = []
+    for workload in workloads(record):
+        sgd = record["cells"].get(cell_key(workload, "sgd", 1), {}).get("multiply_adds")
+        for method in OURS:
+            counts = counted(record["cells"].get(cell_key(workload, method, 10), {}))
+            if not sgd or counts is None:
+                continue
+            found = of(record, workload, method)
+            row = [f"fop.{method.upper()}, {TABLE[workload].label}"]
+            for kind, count in counts.items():
+                row.append(f"{number(getattr(found, kind))}, {number(count / sgd['plain'])}")
+            lines.append(row)
+    head = ["against SGD: measured, by count", "every step", "every 10 steps", "plain step"]
+    return table(head, lines) if lines else ""
+
+
 def fop_ratios(record: Record) -> str:
     lines = []
     for workload in workloads(record):

@@ -59,7 +59,7 @@ def made_up(**cells: dict[int, dict[str, Any]]) -> dict[str, Any]:
     return {**head, "cells": found, "profiles": {}}
 
 
-SGD = {1: cell([(4, False, 2.0), (5, False, 2.0)], peak=50)}
+SGD = {1: cell([(4, False, 2.0), (5, False, 2.0)], peak=50, multiply_adds={"plain": 50})}
 KFAC = {
     1: cell([(4, True, 8.0), (5, True, 10.0), (6, True, 99.0)], peak=150),
     10: cell(interval_of(10.0, 4.0), multiply_adds={"renewal": 200, "plain": 100}),
@@ -149,6 +149,14 @@ class TestTables:
         assert by_count == pytest.approx((26 + 9 * 15) / (20 + 9 * 10))
         assert "1.20, 1.30" in tables.fop_ratios(record)
         assert tables.fop_against_kfac(made_up(kfac=KFAC), MLP, "plain") == (None, None)
+
+    def test_show_what_counts_say_against_sgd(self) -> None:
+        text = tables.kfac_ratios(made_up(sgd=SGD, kfac=KFAC, fop={}))
+        label = TABLE[MLP].label
+        assert text.splitlines()[2:] == [
+            f"| fop.KFAC, {label} | 5.00, 4.00 | 2.30, 2.20 | 2.00, 2.00 |"
+        ]
+        assert tables.kfac_ratios(made_up(kfac=KFAC)) == ""
 
     @pytest.mark.parametrize(
         ("value", "expected"),
