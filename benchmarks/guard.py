@@ -72,6 +72,7 @@ def compared(now: Mapping[str, float], before: Mapping[str, float]) -> str:
 def measure(path: Path, console: Console) -> tables.Record:
     record = store.Store.open(path, store.header("quick"), resume=False)
     tasks = [task for task in run.plan("quick", BUDGET) if task.section == "cells"]
+    record.content["planned"] = len(tasks)
     run.measure_all(tasks, record, console)
     return record.content
 

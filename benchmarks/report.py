@@ -18,12 +18,14 @@ COSTS, GROWTH = "images/performance-costs.png", "images/performance-growth.png"
 
 def environment(record: tables.Record) -> str:
     machine, versions = record["machine"], record["versions"]
+    measured = len(record["cells"]) + len(record["profiles"])
     parts = [
         record["date"],
         f"{machine['processor']}, {machine['system']}, 1 of {machine['cores']} cores, 1 thread",
         f"Python {versions['python']}, torch {versions['torch']}",
-        *(f"{n} {v}" for n, v in versions.items() if n not in ("python", "torch", "numpy")),
-        f"`{record['mode']}` run, library source {record['source']}",
+        *(f"{n} {v}" for n, v in versions.items() if n not in ("python", "torch", "numpy", "fop")),
+        f"library source {record['source']}",
+        f"`{record['mode']}` run, {measured} of {record['planned']} measurements",
     ]
     return "; ".join(parts) + "."
 

@@ -141,6 +141,7 @@ def main() -> None:
         record = store.Store.open(path, head, resume=arguments.resume)
     except store.StoreError as error:
         sys.exit(str(error))
+    record.content["planned"] = len(plan(mode, budget))
     measure_all(tasks, record, console)
     console.print(report.markdown(record.content), markup=False, highlight=False, soft_wrap=True)
     console.print(f"recorded in {path}", highlight=False)

@@ -55,6 +55,7 @@ def made_up(**cells: dict[int, dict[str, Any]]) -> dict[str, Any]:
         "machine": {"processor": "a processor", "system": "Linux x86_64", "cores": 2},
         "versions": {"python": "3.11", "torch": "2.13.0", "singd": "0.0.5"},
         "source": "abc",
+        "planned": 7,
     }
     return {**head, "cells": found, "profiles": {}}
 
@@ -171,6 +172,7 @@ class TestTables:
         record["profiles"] = {f"{MLP}/kfac": {"renewal": seconds, "plain": seconds}}
         text = report.markdown(record)
         assert text.startswith("2026-01-31; a processor, Linux x86_64, 1 of 2 cores")
+        assert "`full` run, 6 of 7 measurements." in text
         assert f"| forward | 1.000 s, {100 / len(profile.ORDER):.0f} % |" in text
 
     def test_are_drawn(self, tmp_path: Path) -> None:
