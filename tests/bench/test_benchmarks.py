@@ -246,6 +246,22 @@ class TestGuard:
         ]
         assert "not measured now" in guard.regressions({"a": 1.0}, self.BEFORE)[0]
 
+    def test_ends_with_an_error_on_a_regression_alone(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        recorded = store.read(guard.REFERENCE)
+        monkeypatch.setattr("sys.argv", ["guard"])
+        monkeypatch.setattr(guard, "measure", lambda *_: recorded)
+        guard.main()
+        assert "no regression" in capsys.readouterr().out
+        slower = json.loads(json.dumps(recorded))
+        for found in slower["cells"].values():
+            found["reference"] = [seconds / 2 for seconds in found["reference"]]
+        monkeypatch.setattr(guard, "measure", lambda *_: slower)
+        with pytest.raises(SystemExit) as stopped:
+            guard.main()
+        assert "fop.FOP, no curvature work" in str(stopped.value.code)
+
     def test_compares_times_and_memory_of_both_optimizers(self) -> None:
         found = guard.guarded(made_up(sgd=SGD, kfac=KFAC, fop=FOP))
         assert len(found) == 8
