@@ -217,7 +217,7 @@ def growth(record: Record) -> str:
                 values = (figure.every_step, figure.interval, figure.plain)
                 row.append(" / ".join(map(number, values)))
             lines.append(row)
-        if lines:
+        if len(lines) > 1:  # one point shows no growth
             name, _, axis = title.rpartition(": ")
             head = [f"{name}, {axis}", "SGD, CPU seconds", *(f"fop.{m.upper()}" for m in OURS)]
             parts.append(table(head, lines))
