@@ -7,14 +7,20 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# The peers that the benchmark compares with live apart: one of them brings torchvision, which breaks
+# the trainers of the main environment.
+PEERS_VENV ?= .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.installed
+BENCH_ARGS ?=
+
 # One thread a worker: two workers with two threads each would fight over two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz support lint typecheck format build clean distclean
+.PHONY: help setup demo test fuzz support bench bench-guard lint typecheck format build clean distclean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install everything, pinned
 
@@ -39,6 +45,19 @@ fuzz: $(STAMP) ## property tests with thousands of new random cases (minutes)
 support: $(STAMP) ## write docs/support.md from the registry of layers and the tests
 	$(BIN)/python -m tests.support
 
+$(PEERS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(PEERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--no-build-isolation --editable ".[bench,peers]"
+	@touch $@
+
+bench: $(PEERS_STAMP) ## cost of a step against peers, for docs/performance.md, in 25 minutes (BENCH_ARGS=--quick: 3)
+	$(PEERS_VENV)/bin/python -m benchmarks.run $(BENCH_ARGS)
+
+bench-guard: $(PEERS_STAMP) ## fail if a step costs much more, against SGD, than recorded (2 minutes)
+	$(PEERS_VENV)/bin/python -m benchmarks.guard
+
 lint: $(STAMP) ## ruff: lint and format check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,7 +74,7 @@ build: $(STAMP) ## build the sdist and the wheel into dist/
 
 clean: ## remove caches and builds (keeps .venv and runs/)
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv
-	rm -rf $(VENV)
+distclean: clean ## clean, and remove .venv and .venv-peers
+	rm -rf $(VENV) $(PEERS_VENV)

@@ -1,0 +1,86 @@
+"""A record as the generated part of docs/performance.md, with its plots.
+
+python -m benchmarks.report benchmarks/results/2026-01-31-full.json    # writes docs/
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import plot, store, tables
+from fop_bench.records import write_text
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+COSTS, GROWTH = "images/performance-costs.png", "images/performance-growth.png"
+
+
+def environment(record: tables.Record) -> str:
+    machine, versions = record["machine"], record["versions"]
+    measured = len(record["cells"]) + len(record["profiles"])
+    parts = [
+        record["date"],
+        f"{machine['processor']}, {machine['system']}, 1 of {machine['cores']} cores, 1 thread",
+        f"Python {versions['python']}, torch {versions['torch']}",
+        *(f"{n} {v}" for n, v in versions.items() if n not in ("python", "torch", "numpy", "fop")),
+        f"library source {record['source']}",
+        f"`{record['mode']}` run, {measured} of {record['planned']} measurements",
+    ]
+    return "; ".join(parts) + "."
+
+
+def markdown(record: tables.Record) -> str:
+    """Everything measured, as sections. Sections without measurements are left out."""
+    sections = {
+        "Time of a step": (
+            "Ratio to SGD with momentum: curvature every step / every 10 steps (mean over the "
+            "interval) / a step without curvature work.\n\n" + tables.times(record)
+        ),
+        "Worst step": (
+            "The worst step of an interval of 10, against the interval's mean.\n\n"
+            + tables.worst_steps(record)
+        ),
+        "Memory": (
+            "Growth of peak resident memory from before the model is built, against SGD's / "
+            "optimizer state.\n\n" + tables.memory(record)
+        ),
+        "Targets": tables.targets(record),
+        "Against operation counts": tables.kfac_ratios(record),
+        "FOP against KFAC": tables.fop_ratios(record),
+        "How cost grows": tables.growth(record),
+        "Phases of a step": tables.profiles(record),
+    }
+    body = "\n\n".join(f"### {title}\n\n{text}" for title, text in sections.items() if text)
+    return f"{environment(record)}\n\n{body}"
+
+
+def between_markers(document: str, text: str) -> str:
+    """The document with what stands between its markers replaced."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected a line {BEGIN} and after it a line {END}")
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+
+
+def write_docs(record: tables.Record, docs: Path) -> None:
+    plot.plot_costs(record, docs / COSTS)
+    text = markdown(record)
+    pictures = [f"![Cost of a step by method and workload]({COSTS})"]
+    if tables.growth(record):
+        plot.plot_growth(record, docs / GROWTH)
+        pictures.append(f"![How the cost of a step grows]({GROWTH})")
+    path = docs / "performance.md"
+    document = path.read_text(encoding="utf-8")
+    write_text(path, between_markers(document, "\n\n".join([text, *pictures])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write docs/performance.md from a record.")
+    parser.add_argument("record", type=Path)
+    write_docs(store.read(parser.parse_args().record), ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()
