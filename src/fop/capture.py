@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fop.layers import Layer
+from fop.linalg import diagonal
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 from fop.squares import Eigenbasis, GradientSquares
 
@@ -141,7 +142,9 @@ class LayerCapture:
         tensors = list(self.signed or [])
         if self._sums is not None:
             sums = self._sums
-            tensors += [t for t in (sums.inputs, sums.outputs, sums.squares) if t is not None]
+            # Sums of squares bound the other products.
+            tensors += [diagonal(sums.inputs), diagonal(sums.outputs)]
+            tensors += [] if sums.squares is None else [sums.squares]
         return tensors
 
     def reset(self) -> None:

@@ -9,7 +9,6 @@ decompositions need it anyway.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fop.capture import CapturePlan, LayerCapture
 from fop.curvature import Curvature, make_curvature
 from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
 from fop.layers import Layer
+from fop.linalg import all_finite
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
@@ -163,6 +163,7 @@ class Engine:
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
         self._said_no_halves = False
+        self._solves = 1  # with a layer's metric, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -178,6 +179,7 @@ class Engine:
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
         self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
+        self._solves = self.settings.interval(next_step) * (2 if self.settings.needs_halves else 1)
         for block in self.blocks:
             capture = block.capture
             capture.saw_empty = capture.saw_examples = capture.replaced = False
@@ -275,9 +277,7 @@ class Engine:
         tensors = list(gradients)
         for block in active:
             tensors += block.capture.tensors()
-        # The largest entry, because it can't overflow itself.
-        largest = torch.nn.utils.get_total_norm([t.detach() for t in tensors], norm_type=math.inf)
-        healthy = largest.isfinite()
+        healthy = all_finite(tensors)
         if self.loss_scale is not None:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
@@ -319,7 +319,7 @@ class Engine:
             block.curvature.absorb(own, inputs, outputs, settings.factor_decay)
             if squares is not None:
                 block.curvature.absorb_squares(own, squares, settings.factor_decay)
-            job = RefreshJob(own, options[block.weight]["damping"])
+            job = RefreshJob(own, options[block.weight]["damping"], self._solves)
             jobs.setdefault(block.curvature, []).append((block, job))
         failed = []
         for curvature, pairs in jobs.items():
