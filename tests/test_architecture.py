@@ -19,6 +19,7 @@ ALLOWED = {
     "linalg": set(),
     "scaling": set(),
     "schedules": set(),
+    "stagger": set(),
     "moments": {"layers", "linalg"},
     "squares": set(),
     "projection": {"settings"},
@@ -40,6 +41,7 @@ ALLOWED = {
         "rules",
         "scaling",
         "settings",
+        "stagger",
     },
     "optimizer": {
         "attention",
