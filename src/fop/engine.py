@@ -144,6 +144,17 @@ def _without_unbatched(fresh: list[tuple[Block, FactorSums]]) -> list[tuple[Bloc
     return kept
 
 
+def _rounds(
+    pairs: list[tuple[Block, RefreshJob]],
+) -> list[list[tuple[Block, RefreshJob]]]:
+    """What to renew together: all, for one host read, unless that costs nothing.
+
+    One at a time, a decomposition replaces its predecessor before the next needs memory.
+    """
+    on_host = all(block.weight.device.type == "cpu" for block, _ in pairs)
+    return [[pair] for pair in pairs] if on_host else [pairs]
+
+
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
@@ -309,7 +320,8 @@ class Engine:
             return True
         settings = self.settings
         jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
-        for block, sums in fresh:
+        while fresh:
+            block, sums = fresh.pop(0)  # so that sums go as they are taken in
             # Extra passes differentiate each example's own loss, unscaled; training passes
             # differentiate the user's.
             empirical = self.plan.empirical
@@ -337,8 +349,11 @@ class Engine:
             jobs.setdefault(block.curvature, []).append((block, job))
         failed = []
         for curvature, pairs in jobs.items():
-            done = curvature.refresh([job for _, job in pairs])
-            failed += [block.name for (block, _), fine in zip(pairs, done, strict=True) if not fine]
+            for some in _rounds(pairs):
+                done = curvature.refresh([job for _, job in some])
+                failed += [
+                    block.name for (block, _), fine in zip(some, done, strict=True) if not fine
+                ]
         if failed:
             warnings.warn(
                 f"the curvature of {', '.join(map(repr, failed))} could not be inverted, not even "
