@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fop.layers import Layer
+from fop.linalg import diagonal
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 from fop.squares import Eigenbasis, GradientSquares
 
@@ -27,7 +28,6 @@ class CapturePlan:
     max_factor_size: int
     empirical: bool  # curvature sums come from the training loss's own backward
     curvature: bool  # curvature sums are wanted at all
-    refresh_due: bool = True
     # During an extra backward for the Fisher: the training backward it runs inside, and whether
     # inputs still count.
     extra_pass_of: int | None = None
@@ -92,6 +92,7 @@ class LayerCapture:
         self.weight = weight
         self._bias = bias
         self.plan = plan
+        self.refresh_due = True  # on the next step; the engine decides
         self.curvature_shape: tuple[int, int] | None = None  # of the metric at hand, if any
         self.basis: Eigenbasis | None = None  # where squares of gradients are wanted (EKFAC)
         self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
@@ -119,7 +120,7 @@ class LayerCapture:
     @property
     def wants_sums(self) -> bool:
         """When curvature is due, or the layer has none that fits it (yet, or after unfreezing)."""
-        return self.plan.curvature and (self.plan.refresh_due or self.curvature_shape != self.shape)
+        return self.plan.curvature and (self.refresh_due or self.curvature_shape != self.shape)
 
     def tracks(self, current: Tensor | None) -> bool:
         """Whether a call of the module has to be watched now, given what it has as its weight."""
@@ -148,7 +149,9 @@ class LayerCapture:
         tensors = list(self.signed or [])
         if self._sums is not None:
             sums = self._sums
-            tensors += [t for t in (sums.inputs, sums.outputs, sums.squares) if t is not None]
+            # Sums of squares bound the other products.
+            tensors += [diagonal(sums.inputs), diagonal(sums.outputs)]
+            tensors += [] if sums.squares is None else [sums.squares]
         return tensors
 
     def reset(self) -> None:
@@ -195,32 +198,32 @@ class LayerCapture:
     def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
         pending = self._current()
-        form, width = self._factor_form(), self.shape[1]
         if pending.sums is None:
+            form = self._factor_form()
             pending.sums = PassSums(form, self.plan.sharing)
             if self.basis is not None and self.curvature_shape == self.shape:
                 pending.squares = GradientSquares(
-                    self.basis, width, form.dtype, has_bias=form.has_bias
+                    self.basis, form.width, form.dtype, has_bias=form.has_bias
                 )
+        outputs = layer.output_rows(grad)
         if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
-            rows = layer.input_rows(x, grad)
             if layer.indexed:
-                pending.sums.add_indices(rows, width)
+                pending.sums.add_indices(layer.input_rows(x, grad))
             else:
-                pending.sums.add_inputs(rows)
+                pending.sums.add_inputs(layer, x, grad, outputs.shape[2])
             if pending.squares is not None:
                 add = pending.squares.add_indices if layer.indexed else pending.squares.add_inputs
-                add(rows)
-        rows = layer.output_rows(grad)
-        pending.sums.add_outputs(rows)
+                add(layer.input_rows(x, grad))
+        pending.sums.add_outputs(outputs)
         if pending.squares is not None:
-            pending.squares.add_outputs(rows)
+            pending.squares.add_outputs(outputs)
 
     def _factor_form(self) -> FactorForm:
         widest = self.plan.max_factor_size
         rows, columns = self.shape
         return FactorForm(
             dtype=factor_dtype(self.weight.dtype),
+            width=columns,
             has_bias=self.bias is not None and self.layer.bias_column,
             diagonal_inputs=self.layer.indexed or columns > widest,
             diagonal_outputs=rows > widest,

@@ -9,7 +9,6 @@ decompositions need it anyway.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,15 @@ from torch import Tensor, nn
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
 from fop.curvature import Curvature, make_curvature
-from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
+from fop.curvature.base import AVERAGES, CurvatureState, PrefixedState, RefreshJob
 from fop.layers import Layer
+from fop.linalg import all_finite, diagonal
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
 from fop.scaling import LossScale, factor_scales, half_difference, square_scale
 from fop.settings import Settings
+from fop.stagger import phases, refresh_cost
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Group = Mapping[str, Any]
@@ -63,6 +64,12 @@ class Block:
     @property
     def weight(self) -> nn.Parameter:
         return self.capture.weight
+
+    def refresh_cost(self, settings: Settings) -> float:
+        rows, columns = self.capture.shape
+        widest = settings.max_factor_size
+        factors = [(rows, rows > widest), (columns, self.layer.indexed or columns > widest)]
+        return refresh_cost(factors, self.layer.groups)
 
     def average(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         """The ordinary gradient as the layer's matrix, in the precision of the curvature."""
@@ -142,14 +149,23 @@ def _without_unbatched(fresh: list[tuple[Block, FactorSums]]) -> list[tuple[Bloc
     return kept
 
 
+def _rounds(
+    pairs: list[tuple[Block, RefreshJob]],
+) -> list[list[tuple[Block, RefreshJob]]]:
+    """What to renew together: all, for one host read, unless that costs nothing.
+
+    One at a time, a decomposition replaces its predecessor before the next needs memory.
+    """
+    on_host = all(block.weight.device.type == "cpu" for block, _ in pairs)
+    return [[pair] for pair in pairs] if on_host else [pairs]
+
+
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
-def _all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    # By the largest entry, because it can't overflow itself.
-    largest = torch.nn.utils.get_total_norm([t.detach() for t in tensors], norm_type=math.inf)
-    return largest.isfinite()
+def _averages(state: CurvatureState) -> list[Tensor]:
+    return [state[key] for key in AVERAGES & state.keys()]
 
 
 class Engine:
@@ -175,6 +191,7 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self._said_no_halves = self._said_unknown_scale = False
         self._said_bypassed = self._said_unexplained = False
+        self._solves = 1  # with a layer's metric, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -209,15 +226,23 @@ class Engine:
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
-        self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
-        for block in self.blocks:
+        interval = self.settings.interval(next_step)
+        self._solves = interval * (2 if self.settings.needs_halves else 1)
+        for block, phase in zip(self.blocks, self._phases(interval), strict=True):
             capture = block.capture
+            capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
             capture.saw_empty = capture.saw_examples = False
             capture.replaced = capture.bypassed = False
             capture.curvature_shape = capture.basis = None
             if block.ready(state):
                 capture.curvature_shape = capture.shape
                 capture.basis = block.curvature.basis(block.state_in(state))
+
+    def _phases(self, interval: int) -> Sequence[int]:
+        """By how many steps each block's renewals come after those of the plain schedule."""
+        if not self.settings.stagger:
+            return [0] * len(self.blocks)
+        return phases([block.refresh_cost(self.settings) for block in self.blocks], interval)
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
@@ -237,7 +262,7 @@ class Engine:
         captures = [block.capture for block in active]
         empty = any(c.saw_empty for c in captures) and not any(c.saw_examples for c in captures)
         if not gradients or empty:
-            return self.plan.refresh_due
+            return any(block.capture.refresh_due for block in self.blocks)
         healthy = self._healthy(gradients.values(), active)
         gradients = self.unscaled(gradients)
         retry, healthy = self._refresh(active, options, state, healthy)
@@ -310,7 +335,7 @@ class Engine:
         tensors = list(gradients)
         for block in active:
             tensors += block.capture.tensors()
-        healthy = _all_finite(tensors)
+        healthy = all_finite(tensors)
         if self.loss_scale is not None:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
@@ -329,25 +354,33 @@ class Engine:
             return False, healthy
         for block, sums in fresh:
             self._scale(block, sums)
-        factors = [t for _, s in fresh for t in (s.inputs, s.outputs, s.squares) if t is not None]
-        healthy = healthy & _all_finite(factors).to(healthy.device)
-        if not bool(healthy):
-            return True, healthy
-        self._say_unexplained([block for block, _ in fresh])
+        blocks = [block for block, _ in fresh]
+        # Squares on the diagonal bound all other products.
+        factors = [diagonal(factor) for _, s in fresh for factor in (s.inputs, s.outputs)]
+        squares = [s.squares for _, s in fresh if s.squares is not None]
+        healthy = healthy & all_finite(factors + squares).to(healthy.device)
+        averages = [average for block in blocks for average in _averages(block.state_in(state))]
+        sound = all_finite(averages).to(healthy.device) if averages else healthy
+        if not bool(healthy & sound):  # the one host read, where all is well
+            if not bool(healthy):
+                return True, healthy
+            self._forget_unsound(blocks, state)
+        self._say_unexplained(blocks)
         jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
-        for block, sums in fresh:
+        while fresh:
+            block, sums = fresh.pop(0)  # so that sums go as they are taken in
             own, decay = block.state_in(state), self.settings.factor_decay
             block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
             if sums.squares is not None:
                 block.curvature.absorb_squares(own, sums.squares, decay)
-            job = RefreshJob(own, options[block.weight]["damping"])
+            job = RefreshJob(own, options[block.weight]["damping"], self._solves)
             jobs.setdefault(block.curvature, []).append((block, job))
         failed = []
         for curvature, pairs in jobs.items():
-            done = curvature.refresh([job for _, job in pairs])
-            failed += [block for (block, _), fine in zip(pairs, done, strict=True) if not fine]
+            for some in _rounds(pairs):
+                done = curvature.refresh([job for _, job in some])
+                failed += [block for (block, _), fine in zip(some, done, strict=True) if not fine]
         if failed:
-            self._restart(failed, dict(fresh), state)
             warnings.warn(
                 f"the curvature of {', '.join(repr(block.name) for block in failed)} could not be "
                 "inverted, not even in float64 with more damping: the previous inverse is used "
@@ -357,15 +390,20 @@ class Engine:
             )
         return bool(failed), healthy
 
-    def _restart(
-        self, failed: list[Block], fresh: Mapping[Block, FactorSums], state: State
-    ) -> None:
-        """Start moving averages anew that hold something not finite, which would never fade."""
-        for block in failed:
-            batch = {"input_factor": fresh[block].inputs, "output_factor": fresh[block].outputs}
+    def _forget_unsound(self, blocks: Iterable[Block], state: State) -> None:
+        """Drop averages that are not finite, and would never be again: the batch replaces them."""
+        for block in blocks:
             own = block.state_in(state)
-            if not bool(_all_finite([own[key] for key in batch])):
-                own.update({key: factor.clone() for key, factor in batch.items()})
+            averages = _averages(own)
+            if averages and not bool(all_finite(averages)):
+                for key in AVERAGES & own.keys():
+                    del own[key]
+                warnings.warn(
+                    f"the moving averages of the curvature of layer {block.name!r} are not finite "
+                    "and start anew",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
 
     def _scale(self, block: Block, sums: FactorSums) -> None:
         """Make a batch's raw sums its Kronecker factors, in place."""

@@ -20,6 +20,10 @@ from fop.squares import Eigenbasis
 CurvatureState = MutableMapping[str, Any]
 
 
+# What of it are moving averages; all else is made from them.
+AVERAGES = frozenset({"input_factor", "output_factor", "corrected_eigenvalues"})
+
+
 class PrefixedState(MutableMapping[str, Any]):
     """The entries of a state whose names start with a prefix: for layers that share a weight."""
 
@@ -50,6 +54,7 @@ class RefreshJob:
 
     state: CurvatureState
     damping: float
+    solves: int = 1  # how often the metric will be solved with, as far as is known
 
 
 class Curvature(Protocol):
@@ -81,10 +86,10 @@ class Curvature(Protocol):
 
 def moving_average(state: CurvatureState, name: str, batch: Tensor, decay: float) -> None:
     """Take a batch's value into the average under `name`; the first, or one of another shape,
-    starts it anew."""
+    becomes it."""
     average = state.get(name)
     if average is None or average.shape != batch.shape:
-        state[name] = batch.clone()
+        state[name] = batch
     else:
         average.mul_(decay).add_(batch, alpha=1 - decay)
 
