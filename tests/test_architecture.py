@@ -26,7 +26,7 @@ ALLOWED = {
     "projection": {"settings"},
     "layers": {"layers", "linalg"},
     "curvature": {"curvature", "linalg", "projection", "squares"},
-    "capture": {"layers", "linalg", "moments", "squares"},
+    "capture": {"layers", "moments", "squares"},
     "hooks": {"capture", "layers"},
     "attention": {"capture", "hooks", "layers"},
     "fisher": {"capture"},

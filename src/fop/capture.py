@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fop.layers import Layer
-from fop.linalg import diagonal
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 from fop.squares import Eigenbasis, GradientSquares
 
@@ -148,10 +147,7 @@ class LayerCapture:
         """Everything captured that a step rests on."""
         tensors = list(self.signed or [])
         if self._sums is not None:
-            sums = self._sums
-            # Sums of squares bound the other products.
-            tensors += [diagonal(sums.inputs), diagonal(sums.outputs)]
-            tensors += [] if sums.squares is None else [sums.squares]
+            tensors += self._sums.bounds()
         return tensors
 
     def reset(self) -> None:

@@ -10,7 +10,7 @@ decompositions need it anyway.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
 from fop.curvature import Curvature, make_curvature
-from fop.curvature.base import AVERAGES, CurvatureState, PrefixedState, RefreshJob
+from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
 from fop.layers import Layer
-from fop.linalg import all_finite, diagonal
+from fop.linalg import all_finite
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
@@ -150,22 +150,22 @@ def _without_unbatched(fresh: list[tuple[Block, FactorSums]]) -> list[tuple[Bloc
 
 
 def _rounds(
-    pairs: list[tuple[Block, RefreshJob]],
-) -> list[list[tuple[Block, RefreshJob]]]:
+    fresh: list[tuple[Block, FactorSums]],
+) -> Iterator[list[tuple[Block, FactorSums]]]:
     """What to renew together: all, for one host read, unless that costs nothing.
 
-    One at a time, a decomposition replaces its predecessor before the next needs memory.
+    One at a time, sums go and a decomposition replaces its predecessor before the next needs
+    memory. The list is emptied.
     """
-    on_host = all(block.weight.device.type == "cpu" for block, _ in pairs)
-    return [[pair] for pair in pairs] if on_host else [pairs]
+    one_by_one = all(block.weight.device.type == "cpu" for block, _ in fresh)
+    while fresh:
+        count = 1 if one_by_one else len(fresh)
+        some, fresh[:count] = fresh[:count], []
+        yield some
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
-
-
-def _averages(state: CurvatureState) -> list[Tensor]:
-    return [state[key] for key in AVERAGES & state.keys()]
 
 
 class Engine:
@@ -354,32 +354,14 @@ class Engine:
             return False, healthy
         for block, sums in fresh:
             self._scale(block, sums)
-        blocks = [block for block, _ in fresh]
-        # Squares on the diagonal bound all other products.
-        factors = [diagonal(factor) for _, s in fresh for factor in (s.inputs, s.outputs)]
-        squares = [s.squares for _, s in fresh if s.squares is not None]
-        healthy = healthy & all_finite(factors + squares).to(healthy.device)
-        averages = [average for block in blocks for average in _averages(block.state_in(state))]
-        sound = all_finite(averages).to(healthy.device) if averages else healthy
-        if not bool(healthy & sound):  # the one host read, where all is well
-            if not bool(healthy):
-                return True, healthy
-            self._forget_unsound(blocks, state)
-        self._say_unexplained(blocks)
-        jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
-        while fresh:
-            block, sums = fresh.pop(0)  # so that sums go as they are taken in
-            own, decay = block.state_in(state), self.settings.factor_decay
-            block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
-            if sums.squares is not None:
-                block.curvature.absorb_squares(own, sums.squares, decay)
-            job = RefreshJob(own, options[block.weight]["damping"], self._solves)
-            jobs.setdefault(block.curvature, []).append((block, job))
+        factors = [t for _, sums in fresh for t in sums.bounds()]
+        healthy = healthy & all_finite(factors).to(healthy.device)
+        if not bool(healthy):
+            return True, healthy
+        self._say_unexplained([block for block, _ in fresh])
         failed = []
-        for curvature, pairs in jobs.items():
-            for some in _rounds(pairs):
-                done = curvature.refresh([job for _, job in some])
-                failed += [block for (block, _), fine in zip(some, done, strict=True) if not fine]
+        for some in _rounds(fresh):
+            failed += self._renew(some, options, state)
         if failed:
             warnings.warn(
                 f"the curvature of {', '.join(repr(block.name) for block in failed)} could not be "
@@ -390,20 +372,34 @@ class Engine:
             )
         return bool(failed), healthy
 
-    def _forget_unsound(self, blocks: Iterable[Block], state: State) -> None:
-        """Drop averages that are not finite, and would never be again: the batch replaces them."""
-        for block in blocks:
+    def _renew(
+        self, fresh: list[tuple[Block, FactorSums]], options: Mapping[Tensor, Group], state: State
+    ) -> list[Block]:
+        """Factors into moving averages, and those into metrics; the layers where that failed."""
+        jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
+        for block, sums in fresh:
+            own, decay = block.state_in(state), self.settings.factor_decay
+            block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
+            if sums.squares is not None:
+                block.curvature.absorb_squares(own, sums.squares, decay)
+            job = RefreshJob(own, options[block.weight]["damping"], self._solves)
+            jobs.setdefault(block.curvature, []).append((block, job))
+        failed = []
+        for curvature, pairs in jobs.items():
+            done = curvature.refresh([job for _, job in pairs])
+            failed += [block for (block, _), fine in zip(pairs, done, strict=True) if not fine]
+        self._restart(failed, dict(fresh), state)
+        return failed
+
+    def _restart(
+        self, failed: list[Block], fresh: Mapping[Block, FactorSums], state: State
+    ) -> None:
+        """Start moving averages anew that hold something not finite, which would never fade."""
+        for block in failed:
+            batch = {"input_factor": fresh[block].inputs, "output_factor": fresh[block].outputs}
             own = block.state_in(state)
-            averages = _averages(own)
-            if averages and not bool(all_finite(averages)):
-                for key in AVERAGES & own.keys():
-                    del own[key]
-                warnings.warn(
-                    f"the moving averages of the curvature of layer {block.name!r} are not finite "
-                    "and start anew",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
+            if not bool(all_finite([own[key] for key in batch])):
+                own.update({key: factor.clone() for key, factor in batch.items()})
 
     def _scale(self, block: Block, sums: FactorSums) -> None:
         """Make a batch's raw sums its Kronecker factors, in place."""

@@ -20,10 +20,6 @@ from fop.squares import Eigenbasis
 CurvatureState = MutableMapping[str, Any]
 
 
-# What of it are moving averages; all else is made from them.
-AVERAGES = frozenset({"input_factor", "output_factor", "corrected_eigenvalues"})
-
-
 class PrefixedState(MutableMapping[str, Any]):
     """The entries of a state whose names start with a prefix: for layers that share a weight."""
 
