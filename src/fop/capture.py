@@ -195,32 +195,32 @@ class LayerCapture:
     def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
         pending = self._current()
-        form, width = self._factor_form(), self.shape[1]
         if pending.sums is None:
+            form = self._factor_form()
             pending.sums = PassSums(form, self.plan.sharing)
             if self.basis is not None and self.curvature_shape == self.shape:
                 pending.squares = GradientSquares(
-                    self.basis, width, form.dtype, has_bias=form.has_bias
+                    self.basis, form.width, form.dtype, has_bias=form.has_bias
                 )
+        outputs = layer.output_rows(grad)
         if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
-            rows = layer.input_rows(x, grad)
             if layer.indexed:
-                pending.sums.add_indices(rows, width)
+                pending.sums.add_indices(layer.input_rows(x, grad))
             else:
-                pending.sums.add_inputs(rows)
+                pending.sums.add_inputs(layer, x, grad, outputs.shape[2])
             if pending.squares is not None:
                 add = pending.squares.add_indices if layer.indexed else pending.squares.add_inputs
-                add(rows)
-        rows = layer.output_rows(grad)
-        pending.sums.add_outputs(rows)
+                add(layer.input_rows(x, grad))
+        pending.sums.add_outputs(outputs)
         if pending.squares is not None:
-            pending.squares.add_outputs(rows)
+            pending.squares.add_outputs(outputs)
 
     def _factor_form(self) -> FactorForm:
         widest = self.plan.max_factor_size
         rows, columns = self.shape
         return FactorForm(
             dtype=factor_dtype(self.weight.dtype),
+            width=columns,
             has_bias=self.bias is not None and self.layer.bias_column,
             diagonal_inputs=self.layer.indexed or columns > widest,
             diagonal_outputs=rows > widest,

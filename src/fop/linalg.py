@@ -7,13 +7,16 @@ that failed climb the ladder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 # Each rung retries in float64 with this times the asked-for shift.
 LADDER = (1.0, 10.0, 1e3, 1e5)
+# Symmetric products are computed in blocks of rows: smaller ones are slower, more save little.
+SMALLEST_BLOCK = 128
+MOST_BLOCKS = 8
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -29,6 +32,34 @@ def from_left(factor: Tensor, v: Tensor) -> Tensor:
 def from_right(v: Tensor, factor: Tensor) -> Tensor:
     """v factor, for v [g, ..., d]."""
     return v * factor.unsqueeze(-2) if factor.dim() == 2 else v @ factor
+
+
+def columns(rows: Tensor) -> Tensor:
+    """Rows [n, g, s, d] as columns [g, d, n s], copied only if they do not lie like that."""
+    _, groups, positions, width = rows.shape
+    if positions > 1 and rows.stride(3) != 1 and rows.stride(2) == 1:  # channels before positions
+        return rows.permute(1, 3, 0, 2).reshape(groups, width, -1)
+    return rows.transpose(0, 1).reshape(groups, -1, width).mT
+
+
+def gram(chunks: Iterable[Tensor], out: Tensor) -> None:
+    """Write the sum of c c^T over all chunks c [g, d, k] to `out` [g, d, d].
+
+    It is symmetric: only blocks up to the diagonal are multiplied, the others mirrored.
+    """
+    width = out.shape[-1]
+    size = max(SMALLEST_BLOCK, -(-width // MOST_BLOCKS))
+    blocks = [(start, min(start + size, width)) for start in range(0, width, size)]
+    for number, chunk in enumerate(chunks):
+        for start, end in blocks:
+            onto, rows, columns = out[:, start:end, :end], chunk[:, start:end], chunk[:, :end].mT
+            keep = 0 if number == 0 else 1
+            if len(out) == 1:
+                onto[0].addmm_(rows[0], columns[0], beta=keep)
+            else:
+                onto.baddbmm_(rows, columns, beta=keep)
+    for start, end in blocks[1:]:
+        out[:, :start, start:end] = out[:, start:end, :start].mT
 
 
 def damped_inverses(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor | None]:

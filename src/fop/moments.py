@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fop import linalg
+from fop.layers import Layer
+
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     """Curvature is kept in float32 or better: half precision breaks its decompositions."""
@@ -42,15 +45,56 @@ class FactorForm:
     """What a layer's sums look like."""
 
     dtype: torch.dtype
+    width: int  # of the input factor, the bias included
     has_bias: bool
     diagonal_inputs: bool
     diagonal_outputs: bool
 
-    def of_inputs(self, rows: Tensor) -> Tensor:
-        return _second_moment(rows.to(self.dtype), self.has_bias, self.diagonal_inputs)
-
     def of_outputs(self, rows: Tensor) -> Tensor:
-        return _second_moment(rows.to(self.dtype), False, self.diagonal_outputs)
+        """Sum of g g^T over rows [n, groups, s, o]."""
+        rows = rows.to(self.dtype)
+        if self.diagonal_outputs:
+            return rows.square().sum((0, 2))
+        groups, width = rows.shape[1], rows.shape[3]
+        moment = rows.new_empty(groups, width, width)
+        linalg.gram([linalg.columns(rows)], moment)
+        return moment
+
+    def of_inputs(self, layer: Layer, x: Tensor, grad: Tensor, rows: int) -> Tensor:
+        """Sum of x x^T over the input rows of one call, so many in number."""
+        x = x.to(self.dtype)
+        if self.diagonal_inputs:
+            # Rows hold elements of the input, so their squares are rows of its square.
+            squares = layer.input_totals(x.square(), grad).sum(0)
+            return nn.functional.pad(squares, (0, 1), value=rows) if self.has_bias else squares
+        moment = x.new_empty(layer.groups, self.width, self.width)
+        layer.input_moment(x, grad, moment[:, : self.features, : self.features])
+        if self.has_bias:
+            # Summed over the examples first: rows are linear in the input.
+            self._fill_bias(moment, layer.input_totals(x.sum(0, keepdim=True), grad[:1])[0], rows)
+        return moment
+
+    def of_mean_inputs(self, means: Tensor) -> Tensor:
+        """Sum of x x^T over one row an example, [n, groups, i]."""
+        count = len(means)
+        if self.diagonal_inputs:
+            squares = means.square().sum(0)
+            return nn.functional.pad(squares, (0, 1), value=count) if self.has_bias else squares
+        moment = means.new_empty(means.shape[1], self.width, self.width)
+        inner = moment[:, : self.features, : self.features]
+        linalg.gram([linalg.columns(means.unsqueeze(2))], inner)
+        if self.has_bias:
+            self._fill_bias(moment, means.sum(0), count)
+        return moment
+
+    @property
+    def features(self) -> int:
+        return self.width - self.has_bias
+
+    def _fill_bias(self, moment: Tensor, total: Tensor, rows: int) -> None:
+        """The last row and column, of the constant input 1 that a bias sees."""
+        moment[:, -1, :-1] = moment[:, :-1, -1] = total
+        moment[:, -1, -1] = rows
 
 
 class PassSums:
@@ -72,16 +116,19 @@ class PassSums:
         self._output_total: Tensor | None = None
         self._positions = 0
 
-    def add_inputs(self, rows: Tensor) -> None:
-        """`rows` [n, groups, s, i]."""
-        self._count(rows.shape[0], rows.shape[2])
+    def add_inputs(self, layer: Layer, x: Tensor, grad: Tensor, positions: int) -> None:
+        """A call's input, and its output gradient for the sizes."""
+        n = grad.shape[0]
+        self._count(n, positions)
         if self._reduce:
-            self._input_total = _sum_of(self._input_total, rows.to(self._form.dtype).sum(2))
+            totals = layer.input_totals(x.to(self._form.dtype), grad)
+            self._input_total = _sum_of(self._input_total, totals)
         else:
-            self._inputs = _sum_of(self._inputs, self._form.of_inputs(rows))
+            moment = self._form.of_inputs(layer, x, grad, n * positions)
+            self._inputs = _sum_of(self._inputs, moment)
 
-    def add_indices(self, indices: Tensor, width: int) -> None:
-        """`indices` [n, s] of one-hot inputs of the given width; -1 for a row of zeros."""
+    def add_indices(self, indices: Tensor) -> None:
+        """`indices` [n, s] of one-hot inputs; -1 for a row of zeros."""
         n, positions = indices.shape
         self._count(n, positions)
         weights = torch.ones_like(indices, dtype=self._form.dtype)
@@ -90,7 +137,7 @@ class PassSums:
             same = indices.unsqueeze(1) == indices.unsqueeze(2)
             weights = same.sum(2).to(self._form.dtype) / positions**2
         weights = weights.masked_fill(indices < 0, 0.0)
-        counts = weights.new_zeros(width)
+        counts = weights.new_zeros(self._form.width)
         counts.index_add_(0, indices.clamp(min=0).reshape(-1), weights.reshape(-1))
         self._inputs = _sum_of(self._inputs, counts.unsqueeze(0))
 
@@ -116,8 +163,7 @@ class PassSums:
     def finish(self) -> FactorSums:
         self.close_outputs()
         if self._input_total is not None:
-            mean = (self._input_total / self._positions).unsqueeze(2)
-            self._inputs = self._form.of_inputs(mean)
+            self._inputs = self._form.of_mean_inputs(self._input_total.div_(self._positions))
         assert self._inputs is not None
         assert self._outputs is not None
         return FactorSums(self._inputs, self._outputs, self._examples, self._rows)
@@ -133,20 +179,3 @@ def _sum_of(total: Tensor | None, term: Tensor) -> Tensor:
     longer, shorter = (total, term) if len(total) >= len(term) else (term, total)
     longer[: len(shorter)].add_(shorter)
     return longer
-
-
-def _second_moment(rows: Tensor, has_bias: bool, diagonal: bool) -> Tensor:
-    """Sum of x x^T over examples and positions, [groups, i, i]; with a bias, of [x, 1] [x, 1]^T."""
-    groups, features = rows.shape[1], rows.shape[3]
-    flat = rows.transpose(0, 1).reshape(groups, -1, features)
-    if diagonal:
-        squares = flat.square().sum(1)
-        return nn.functional.pad(squares, (0, 1), value=flat.shape[1]) if has_bias else squares
-    product = flat.transpose(1, 2) @ flat
-    if not has_bias:
-        return product
-    moment = product.new_empty(groups, features + 1, features + 1)
-    moment[:, :features, :features] = product
-    moment[:, features, :features] = moment[:, :features, features] = flat.sum(1)
-    moment[:, features, features] = flat.shape[1]
-    return moment

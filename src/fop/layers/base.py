@@ -18,6 +18,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from fop import linalg
+
 
 class Layer(ABC):
     """The geometry of one module. Holds numbers copied from the module, never the module itself."""
@@ -67,6 +69,14 @@ class Layer(ABC):
     @abstractmethod
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         """[n, groups, s, i], or [n, s] if `indexed`. The gradient is given for its sizes only."""
+
+    def input_totals(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Input rows summed over positions, [n, groups, i]."""
+        return self.input_rows(x, grad).sum(2)
+
+    def input_moment(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Write the sum of r r^T over all input rows r to `out` [groups, i, i]."""
+        linalg.gram([linalg.columns(self.input_rows(x, grad))], out)
 
     @abstractmethod
     def output_rows(self, grad: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fop.layers.base import Layer
+from fop.layers.patches import Patches, Sizes
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-Sizes = tuple[int, ...]  # one entry a spatial dimension
 
 
 class _AnyConvolution(Layer):
@@ -72,21 +72,21 @@ class _AnyConvolution(Layer):
         n, outputs = grad.shape[:2]
         return grad.reshape(n, self.groups, outputs // self.groups, -1).transpose(2, 3)
 
-    def _patches(self, x: Tensor, sizes: Sizes, stride: Sizes) -> Tensor:
-        """[n, groups, positions, channels of a group * kernel] for an output of these sizes."""
-        n, channels = x.shape[:2]
-        steps = x.stride()[2:]
-        windows = x.as_strided(
-            (n, channels, *sizes, *self.kernel),
-            (
-                *x.stride()[:2],
-                *(step * move for step, move in zip(steps, stride, strict=True)),
-                *(step * apart for step, apart in zip(steps, self.dilation, strict=True)),
-            ),
-        )
-        positions_first = windows.movedim(1, 1 + self.dimensions)  # [n, *sizes, channels, *kernel]
-        features = channels // self.groups * math.prod(self.kernel)
-        return positions_first.reshape(n, -1, self.groups, features).transpose(1, 2)
+    @abstractmethod
+    def patches(self, x: Tensor, grad: Tensor) -> tuple[Patches, Tensor]:
+        """The geometry of the rows, and the input that they are patches of."""
+
+    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
+        patches, x = self.patches(x, grad)
+        return patches.rows(x)
+
+    def input_totals(self, x: Tensor, grad: Tensor) -> Tensor:
+        patches, x = self.patches(x, grad)
+        return patches.totals(x)
+
+    def input_moment(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+        patches, x = self.patches(x, grad)
+        patches.moment(x, out)
 
 
 class ConvLayer(_AnyConvolution):
@@ -109,9 +109,10 @@ class ConvLayer(_AnyConvolution):
     def prepare(self, x: Tensor) -> Tensor:
         return x if self._pad_first is None else F.pad(x, self._pad_first, mode=self._mode)
 
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        x = _zero_padded(x, self.padding, self.padding)
-        return self._patches(x, tuple(grad.shape[2:]), self.stride)
+    def patches(self, x: Tensor, grad: Tensor) -> tuple[Patches, Tensor]:
+        sizes = tuple(grad.shape[2:])
+        geometry = (self.groups, self.kernel, self.stride, self.dilation, self.padding, sizes)
+        return Patches(*geometry), x
 
 
 class ConvTransposeLayer(_AnyConvolution):
@@ -135,20 +136,15 @@ class ConvTransposeLayer(_AnyConvolution):
     def _spread_sizes(self, x: Tensor) -> Sizes:
         return tuple((n - 1) * move + 1 for n, move in zip(x.shape[2:], self.stride, strict=True))
 
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        spread = x.new_zeros(*x.shape[:2], *self._spread_sizes(x))
-        every = tuple(slice(None, None, move) for move in self.stride)
-        spread[(slice(None), slice(None), *every)] = x
-        sizes = tuple(grad.shape[2:])
-        before = [reach - pad for reach, pad in zip(self.reach, self.padding, strict=True)]
-        after = [
-            size + reach - length - left
-            for size, reach, length, left in zip(
-                sizes, self.reach, spread.shape[2:], before, strict=True
-            )
-        ]
-        spread = _zero_padded(spread, before, after)
-        return self._patches(spread, sizes, (1,) * self.dimensions)
+    def patches(self, x: Tensor, grad: Tensor) -> tuple[Patches, Tensor]:
+        spread = x
+        if set(self.stride) != {1}:
+            spread = x.new_zeros(*x.shape[:2], *self._spread_sizes(x))
+            every = tuple(slice(None, None, move) for move in self.stride)
+            spread[(slice(None), slice(None), *every)] = x
+        before = tuple(reach - pad for reach, pad in zip(self.reach, self.padding, strict=True))
+        sizes, once = tuple(grad.shape[2:]), (1,) * self.dimensions
+        return Patches(self.groups, self.kernel, once, self.dilation, before, sizes), spread
 
     # The weight is [inputs, outputs of a group, *kernel].
 
@@ -167,10 +163,3 @@ class ConvTransposeLayer(_AnyConvolution):
         mirrored, *of_bias = super().from_matrix(matrix, weight.new_empty(shape), bias)
         grouped = mirrored.flip(*range(2, mirrored.dim())).unflatten(0, (self.groups, outputs))
         return [grouped.transpose(1, 2).reshape(weight.shape), *of_bias]
-
-
-def _zero_padded(x: Tensor, before: Sizes | list[int], after: Sizes | list[int]) -> Tensor:
-    """Zeros around the spatial dimensions; negative amounts crop."""
-    pairs = zip(reversed(before), reversed(after), strict=True)
-    amounts = [amount for pair in pairs for amount in pair]
-    return F.pad(x, amounts) if any(amounts) else x

@@ -1,0 +1,251 @@
+"""The patches of a convolution's input: as rows, summed, and their second moment.
+
+The patch at position t holds, for each channel c and tap k of the kernel, the input
+x[c, t stride + k dilation - before]; its features are ordered (c, k), as in the weight.
+
+Their second moment is far cheaper than the product of written-out patches. With stride 1
+
+    sum over t of x[c, t + k] x[c', t + k'] = sum over q of x[c, q] x[c', q + (k' - k)],
+
+where only the range of q depends on k itself, and only at the edges. So one product for each
+distinct lag k' - k serves all pairs of taps with that lag, but for corrections of an edge's size:
+13 products in place of 81 for a 3 x 3 kernel, of shifted views of one copy of the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fop.linalg import gram
+
+Sizes = tuple[int, ...]  # one entry a spatial dimension
+
+# So many numbers of written-out patches at a time, to bound memory.
+CHUNK = 1 << 24
+# A rough model of time, in multiply-adds: products are not faster when narrower than this, and
+# copying a number costs as much as so many.
+NARROW = 12
+COPY = 10
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Where the patches of an input [n, channels, *lengths] lie."""
+
+    groups: int
+    kernel: Sizes
+    stride: Sizes
+    dilation: Sizes
+    before: Sizes  # zeros in front of the input; negative where it is cut off instead
+    sizes: Sizes  # positions
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[n, groups, positions, features]"""
+        windows = self._windows(x)
+        features = x.shape[1] // self.groups * self.taps
+        positions_first = windows.movedim(1, 1 + len(self.kernel))
+        return positions_first.reshape(len(x), -1, self.groups, features).transpose(1, 2)
+
+    def totals(self, x: Tensor) -> Tensor:
+        """Sums over positions, [n, groups, features]."""
+        x = self._padded(x)
+        for axis in range(len(self.kernel)):
+            x = self._unfolded(x, axis).sum(3 + axis)
+        return x.reshape(len(x), self.groups, -1)
+
+    def moment(self, x: Tensor, out: Tensor) -> None:
+        """Write the sum of v v^T over all patches v to `out` [groups, features, features]."""
+        if self._lags_pay(x):
+            self._moment_by_lags(x, out)
+        else:
+            gram(self._columns(x), out)
+
+    # ---- written out
+
+    def _padded(self, x: Tensor) -> Tensor:
+        amounts: list[int] = []
+        for axis in reversed(range(len(self.kernel))):
+            reach = (self.sizes[axis] - 1) * self.stride[axis] + self._reach(axis) + 1
+            amounts += (self.before[axis], reach - self.before[axis] - x.shape[2 + axis])
+        return F.pad(x, amounts) if any(amounts) else x
+
+    def _reach(self, axis: int) -> int:
+        return self.dilation[axis] * (self.kernel[axis] - 1)
+
+    def _unfolded(self, x: Tensor, axis: int) -> Tensor:
+        """A view with (taps, positions) of one dimension in place of its length."""
+        at, size, stride = 2 + axis, list(x.shape), list(x.stride())
+        step = stride[at]
+        size[at : at + 1] = (self.kernel[axis], self.sizes[axis])
+        stride[at : at + 1] = (step * self.dilation[axis], step * self.stride[axis])
+        return x.as_strided(size, stride)
+
+    def _windows(self, x: Tensor) -> Tensor:
+        """[n, channels, *sizes, *kernel], a view of the padded input."""
+        x = self._padded(x)
+        dimensions = len(self.kernel)
+        for axis in reversed(range(dimensions)):
+            x = self._unfolded(x, axis)
+        # [n, channels, tap, position, tap, position, ...]
+        positions = range(3, 3 + 2 * dimensions, 2)
+        return x.permute(0, 1, *positions, *(at - 1 for at in positions))
+
+    def _columns(self, x: Tensor) -> Iterator[Tensor]:
+        """[groups, features, patches], a part of the examples at a time."""
+        channels = x.shape[1] // self.groups
+        count = max(1, CHUNK // (x.shape[1] * self.taps * math.prod(self.sizes)))
+        for part in x.split(count):
+            windows = self._windows(part).unflatten(1, (self.groups, channels))
+            features_first = windows.movedim(0, 2).movedim(
+                tuple(range(-len(self.kernel), 0)), tuple(range(2, 2 + len(self.kernel)))
+            )
+            yield features_first.reshape(self.groups, channels * self.taps, -1)
+
+    # ---- by lags
+
+    def _lags_pay(self, x: Tensor) -> bool:
+        flat = len(self.kernel) <= 2 and set(self.stride) == {1} and self.taps > 1
+        # On images of a kernel's size edges are all there is.
+        if not flat or any(m < k for m, k in zip(self.sizes, self.kernel, strict=True)):
+            return False
+        examples, channels = len(x), x.shape[1] // self.groups
+        features = channels * self.taps
+        lags = (math.prod(2 * k - 1 for k in self.kernel) + 1) // 2
+        shifted = math.prod(x.shape[2:-1]) * (x.shape[-1] + self._reach(-1))
+        by_lags = lags * channels * max(channels, NARROW) * examples * shifted
+        written = examples * math.prod(self.sizes)
+        by_columns = (0.6 * max(features, NARROW) + COPY) * features * written
+        return by_lags + 2 * COPY * features**2 < by_columns
+
+    def _moment_by_lags(self, x: Tensor, out: Tensor) -> None:
+        if len(self.kernel) == 1:  # an image of height one
+            flat = replace(
+                self,
+                kernel=(1, *self.kernel),
+                stride=(1, 1),
+                dilation=(1, *self.dilation),
+                before=(0, *self.before),
+                sizes=(1, *self.sizes),
+            )
+            return flat._moment_by_lags(x.unsqueeze(2), out)
+        blocks = _LagProducts(self, x).blocks()
+        channels = x.shape[1] // self.groups
+        by_tap = out.unflatten(1, (channels, self.taps))
+        for one in range(self.taps):
+            row = [
+                blocks[one, two] if one <= two else blocks[two, one].mT for two in range(self.taps)
+            ]
+            by_tap[:, :, one] = torch.stack(row, dim=-1).flatten(2)
+        return None
+
+
+class _LagProducts:
+    """Products of shifted views of one copy of a two-dimensional input.
+
+    The copy is [groups, channels, height, n, width + gap], with zeros in the gap, so that a shift
+    of the flattened last three dimensions shifts the image: columns that leave it meet zeros.
+    """
+
+    def __init__(self, patches: Patches, x: Tensor) -> None:
+        self._patches = patches
+        n, _, self._height, self._width = x.shape
+        self._gap = patches._reach(1)
+        grouped = x.unflatten(1, (patches.groups, -1)).permute(1, 2, 3, 0, 4)
+        self._image = x.new_empty(*grouped.shape[:4], self._width + self._gap)
+        self._image[..., : self._width] = grouped
+        self._image[..., self._width :] = 0
+        self._flat = self._image.flatten(2)
+        self._row = n * (self._width + self._gap)
+
+    def blocks(self) -> dict[tuple[int, int], Tensor]:
+        """[groups, channels, channels] for each pair of taps, the first not after the second."""
+        taps_high, taps_wide = self._patches.kernel
+        found = {}
+        for down in range(taps_high):
+            for right in range(0 if down == 0 else 1 - taps_wide, taps_wide):
+                for (top, left), block in self._of_lag(down, right):
+                    one = top * taps_wide + left
+                    found[one, one + down * taps_wide + right] = block
+        return found
+
+    def _of_lag(self, down: int, right: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """For each tap whose partner at this lag is a tap too: the sum over its own range."""
+        rows = self._ranges(0, self._height, down)
+        columns = self._ranges(1, self._width, right)
+        shift = self._apart(1, right)
+        inside = range(max(0, -shift), self._width - max(0, shift))
+        borders = sorted({at for start, end in rows.values() if start < end for at in (start, end)})
+        # Rows in between two borders are common to all taps: each band is multiplied once.
+        bands = list(pairwise(borders))
+        spans = set(columns.values())
+        edges = [at for at in inside if any(not start <= at < end for start, end in spans)]
+        whole = {band: self._product(band, down, right) for band in bands}
+        cut = {(band, at): self._column(band, at, down, right) for band in bands for at in edges}
+        known: dict[tuple[tuple[int, int], tuple[int, int]], Tensor] = {}
+        for top, (above, below) in rows.items():
+            for left, (start, end) in columns.items():
+                ranges = ((above, below), (start, end))
+                if ranges not in known:
+                    own = [band for band in bands if above <= band[0] < below]
+                    outside = [at for at in edges if not start <= at < end]
+                    plus = [whole[band] for band in own]
+                    minus = [cut[band, at] for band in own for at in outside]
+                    known[ranges] = self._sum(plus, minus)
+                yield (top, left), known[ranges]
+
+    def _sum(self, plus: list[Tensor], minus: list[Tensor]) -> Tensor:
+        if not plus:
+            channels = self._flat.shape[1]
+            return self._flat.new_zeros(len(self._flat), channels, channels)
+        if len(plus) + len(minus) == 1:
+            return plus[0]
+        total = plus[0].clone()
+        for term in plus[1:]:
+            total += term
+        for term in minus:
+            total -= term
+        return total
+
+    def _apart(self, axis: int, lag: int) -> int:
+        return self._patches.dilation[axis] * lag
+
+    def _ranges(self, axis: int, length: int, lag: int) -> dict[int, tuple[int, int]]:
+        """For each tap with a partner: the inputs that meet both, first and end."""
+        found = {}
+        apart = self._apart(axis, lag)
+        for tap in range(max(0, -lag), self._patches.kernel[axis] - max(0, lag)):
+            start = self._apart(axis, tap) - self._patches.before[axis]
+            first = max(start, 0, -apart)
+            end = min(start + self._patches.sizes[axis], length, length - apart)
+            found[tap] = first, max(first, end)
+        return found
+
+    def _product(self, band: tuple[int, int], down: int, right: int) -> Tensor:
+        """Over all columns of a band of rows."""
+        start, end = band[0] * self._row, band[1] * self._row - self._gap
+        shift = self._apart(0, down) * self._row + self._apart(1, right)
+        return _times(self._flat[..., start:end], self._flat[..., start + shift : end + shift])
+
+    def _column(self, band: tuple[int, int], at: int, down: int, right: int) -> Tensor:
+        """Over one column of a band of rows."""
+        start, end = band
+        low, beside = self._apart(0, down), at + self._apart(1, right)
+        one = self._image[:, :, start:end, :, at]
+        two = self._image[:, :, start + low : end + low, :, beside]
+        return _times(one.flatten(2), two.flatten(2))
+
+
+def _times(one: Tensor, two: Tensor) -> Tensor:
+    """one two^T, batched over groups."""
+    return (one[0] @ two[0].mT).unsqueeze(0) if len(one) == 1 else one @ two.mT

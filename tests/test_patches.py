@@ -1,0 +1,144 @@
+"""The fast ways to a convolution's second moment are exact: they equal written-out patches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from fop import linalg
+from fop.layers import patches as module
+from fop.layers.patches import Patches
+
+DOUBLE = torch.float64
+
+
+def geometry(seed: int, *, unit_stride: bool) -> tuple[Patches, Tensor]:
+    """Any kernel, padding (also cropping), dilation, groups and sizes that fit together."""
+    draw = random.Random(seed)
+    dimensions = draw.choice([1, 2, 2] if unit_stride else [1, 2, 3])
+
+    def sizes(*options: int) -> tuple[int, ...]:
+        return tuple(draw.choice(options) for _ in range(dimensions))
+
+    patches = Patches(
+        groups=draw.choice([1, 1, 2, 3]),
+        kernel=sizes(1, 2, 3, 4),
+        stride=sizes(1) if unit_stride else sizes(1, 2, 3),
+        dilation=sizes(1, 1, 2),
+        before=sizes(-1, 0, 1, 2, 3),
+        sizes=sizes(1, 2, 4, 6),
+    )
+    channels = patches.groups * draw.choice([1, 2, 3])
+    generator = torch.Generator().manual_seed(seed)
+    shape = (draw.choice([1, 2, 5]), channels, *sizes(3, 5, 7))
+    return patches, torch.randn(shape, dtype=DOUBLE, generator=generator)
+
+
+def gathered(patches: Patches, x: Tensor) -> Tensor:
+    """[n, groups, positions, features], element by element from the definition."""
+    n, channels = x.shape[:2]
+    each = channels // patches.groups
+    axes = range(len(patches.kernel))
+    rows = x.new_zeros(n, patches.groups, *patches.sizes, each, *patches.kernel)
+    for position in torch.cartesian_prod(*map(torch.arange, (*patches.sizes, 1))).tolist():
+        for tap in torch.cartesian_prod(*map(torch.arange, (*patches.kernel, 1))).tolist():
+            at = [
+                position[i] * patches.stride[i] + tap[i] * patches.dilation[i] - patches.before[i]
+                for i in axes
+            ]
+            if all(0 <= at[i] < x.shape[2 + i] for i in axes):
+                value = x[(slice(None), slice(None), *at)].reshape(n, patches.groups, each)
+                rows[(slice(None), slice(None), *position[:-1], slice(None), *tap[:-1])] = value
+    return rows.reshape(n, patches.groups, -1, each * patches.taps)
+
+
+def moment(rows: Tensor) -> Tensor:
+    return torch.einsum("ngsi,ngsj->gij", rows, rows)
+
+
+def unfilled(like: Tensor) -> Tensor:
+    """Inside a larger tensor, as with a bias column, and full of what must not stay."""
+    groups, width = like.shape[:2]
+    return like.new_full((groups, width + 1, width + 1), float("nan"))[:, :width, :width]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_rows_and_totals_are_the_definition(seed: int) -> None:
+    patches, x = geometry(seed, unit_stride=False)
+    rows = gathered(patches, x)
+    assert torch.equal(patches.rows(x), rows)
+    assert torch.allclose(patches.totals(x), rows.sum(2))
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("chunk", [1, 200, 1 << 24])
+def test_the_moment_of_written_out_patches(
+    seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece, in several pieces and example by example."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    patches, x = geometry(seed, unit_stride=False)
+    expected = moment(gathered(patches, x))
+    found = unfilled(expected)
+    linalg.gram(patches._columns(x), found)
+    assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_moment_by_lags(seed: int) -> None:
+    patches, x = geometry(seed, unit_stride=True)
+    expected = moment(gathered(patches, x))
+    found = unfilled(expected)
+    patches._moment_by_lags(x, found)
+    assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("channels", "length", "stride", "by_lags"),
+    [(64, 32, 1, True), (512, 4, 1, True), (3, 32, 1, True), (64, 32, 2, False), (64, 2, 1, False)],
+)
+def test_lags_are_taken_where_they_are_cheaper(
+    channels: int, length: int, stride: int, by_lags: bool
+) -> None:
+    positions = (length - 1) // stride + 1
+    patches = Patches(1, (3, 3), (stride, stride), (1, 1), (1, 1), (positions, positions))
+    assert patches._lags_pay(torch.empty(64, channels, length, length, device="meta")) == by_lags
+
+
+def test_patches_are_not_written_out_where_lags_are_cheaper() -> None:
+    patches = Patches(1, (3, 3), (1, 1), (1, 1), (1, 1), (8, 8))
+    x = torch.randn(16, 32, 8, 8, dtype=DOUBLE)
+    with FlopCounterMode(display=False) as counter:
+        patches.moment(x, x.new_empty(1, 288, 288))
+    assert counter.get_total_flops() < 0.25 * 2 * 288**2 * 16 * 64
+
+
+@pytest.mark.parametrize("width", [1, 127, 128, 300, 1100])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_symmetric_product_is_the_whole_product(width: int, groups: int) -> None:
+    torch.manual_seed(0)
+    chunks = [torch.randn(groups, width, length, dtype=DOUBLE) for length in (5, 1, 3)]
+    whole = torch.cat(chunks, dim=2)
+    expected = whole @ whole.mT
+    found = unfilled(expected)
+    linalg.gram(chunks, found)
+    assert torch.allclose(found, expected)
+
+
+def test_a_symmetric_product_costs_little_more_than_half() -> None:
+    columns = torch.randn(1, 1024, 512)
+    with FlopCounterMode(display=False) as counter:
+        linalg.gram([columns], columns.new_empty(1, 1024, 1024))
+    assert counter.get_total_flops() < 0.57 * 2 * 1024**2 * 512
+
+
+@pytest.mark.parametrize("positions_last", [False, True])
+def test_rows_in_either_layout_become_columns(positions_last: bool) -> None:
+    rows = torch.randn(3, 2, 4, 5)
+    laid_out = rows.mT.contiguous().mT if positions_last else rows
+    expected = rows.permute(1, 3, 0, 2).reshape(2, 5, 12)
+    assert torch.equal(linalg.columns(laid_out), expected)
