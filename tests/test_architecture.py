@@ -36,6 +36,7 @@ ALLOWED = {
         "checkpoints",
         "curvature",
         "layers",
+        "linalg",
         "moments",
         "projection",
         "rules",

@@ -147,8 +147,7 @@ class LayerCapture:
         """Everything captured that a step rests on."""
         tensors = list(self.signed or [])
         if self._sums is not None:
-            sums = self._sums
-            tensors += [t for t in (sums.inputs, sums.outputs, sums.squares) if t is not None]
+            tensors += self._sums.bounds()
         return tensors
 
     def reset(self) -> None:

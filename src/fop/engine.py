@@ -9,7 +9,6 @@ decompositions need it anyway.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fop.checkpoints import RULE_KEYS, LayerMatrix
 from fop.curvature import Curvature, make_curvature
 from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
 from fop.layers import Layer
+from fop.linalg import all_finite
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
@@ -146,12 +146,6 @@ def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     return tensors[0], tensors[1] if len(tensors) > 1 else None
 
 
-def _all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    # By the largest entry, because it can't overflow itself.
-    largest = torch.nn.utils.get_total_norm([t.detach() for t in tensors], norm_type=math.inf)
-    return largest.isfinite()
-
-
 class Engine:
     """The blocks of one model, and what the last step found out about them."""
 
@@ -175,6 +169,7 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self._said_no_halves = self._said_unknown_scale = False
         self._said_bypassed = self._said_unexplained = False
+        self._solves = 1  # with a layer's metric, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -210,6 +205,7 @@ class Engine:
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
         self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
+        self._solves = self.settings.interval(next_step) * (2 if self.settings.needs_halves else 1)
         for block in self.blocks:
             capture = block.capture
             capture.saw_empty = capture.saw_examples = False
@@ -310,7 +306,7 @@ class Engine:
         tensors = list(gradients)
         for block in active:
             tensors += block.capture.tensors()
-        healthy = _all_finite(tensors)
+        healthy = all_finite(tensors)
         if self.loss_scale is not None:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
@@ -329,8 +325,8 @@ class Engine:
             return False, healthy
         for block, sums in fresh:
             self._scale(block, sums)
-        factors = [t for _, s in fresh for t in (s.inputs, s.outputs, s.squares) if t is not None]
-        healthy = healthy & _all_finite(factors).to(healthy.device)
+        factors = [t for _, sums in fresh for t in sums.bounds()]
+        healthy = healthy & all_finite(factors).to(healthy.device)
         if not bool(healthy):
             return True, healthy
         self._say_unexplained([block for block, _ in fresh])
@@ -340,7 +336,7 @@ class Engine:
             block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
             if sums.squares is not None:
                 block.curvature.absorb_squares(own, sums.squares, decay)
-            job = RefreshJob(own, options[block.weight]["damping"])
+            job = RefreshJob(own, options[block.weight]["damping"], self._solves)
             jobs.setdefault(block.curvature, []).append((block, job))
         failed = []
         for curvature, pairs in jobs.items():
@@ -364,7 +360,7 @@ class Engine:
         for block in failed:
             batch = {"input_factor": fresh[block].inputs, "output_factor": fresh[block].outputs}
             own = block.state_in(state)
-            if not bool(_all_finite([own[key] for key in batch])):
+            if not bool(all_finite([own[key] for key in batch])):
                 own.update({key: factor.clone() for key, factor in batch.items()})
 
     def _scale(self, block: Block, sums: FactorSums) -> None:

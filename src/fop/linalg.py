@@ -8,6 +8,7 @@ that failed climb the ladder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -17,6 +18,23 @@ LADDER = (1.0, 10.0, 1e3, 1e5)
 # Symmetric products are computed in blocks of rows: smaller ones are slower, more save little.
 SMALLEST_BLOCK = 128
 MOST_BLOCKS = 8
+# Triangular solves lose what the diagonal blocks cost, in effect blocks of this size (measured on
+# CPUs with MKL, widths 576 to 4608).
+DIAGONAL_BLOCK = 500
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """A 0-dimensional flag on the first tensor's device. At least one tensor must have entries."""
+    # Extremes can't overflow as sums do, and are found faster than an infinity norm.
+    extremes = [
+        extreme
+        for tensor in tensors
+        if tensor.numel() > 0
+        for extreme in torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    ]
+    first = extremes[0]
+    widest = reduce(torch.promote_types, {extreme.dtype for extreme in extremes})
+    return torch.stack([extreme.to(first.device, widest) for extreme in extremes]).isfinite().all()
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -62,10 +80,33 @@ def gram(chunks: Iterable[Tensor], out: Tensor) -> None:
         out[:, :start, start:end] = out[:, start:end, :start].mT
 
 
-def damped_inverses(factors: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor | None]:
-    """(factor + shift I)^-1 for each factor and shift [g]; None where all rungs failed."""
-    found = _with_ladder(_inverse, factors, shifts)
+def solve_pays(width: int, vectors: int) -> bool:
+    """Whether to keep a Cholesky factor of a matrix that so many vectors will be solved with.
+
+    A pair of triangular solves costs the multiplications of a product with the inverse, and more
+    only for the blocks on the diagonal; the inverse costs twice the factor once.
+    """
+    return DIAGONAL_BLOCK * vectors < width**2
+
+
+def damped_inverses(
+    factors: Sequence[Tensor], shifts: Sequence[Tensor], triangular: Sequence[bool] | None = None
+) -> list[Tensor | None]:
+    """(factor + shift I)^-1 for each factor and shift [g]; None where all rungs failed.
+
+    Where `triangular`, U with U^T U = factor + shift I instead, unless the factor is diagonal.
+    """
+    wanted = triangular or [False] * len(factors)
+    attempts: list[Attempt] = [_triangle if alone else _inverse for alone in wanted]
+    found = _with_ladder(attempts, factors, shifts)
     return [None if result is None else result[0] for result in found]
+
+
+def solve_from_right(v: Tensor, triangle: Tensor) -> Tensor:
+    """v (U^T U)^-1"""
+    half: Tensor = torch.linalg.solve_triangular(triangle, v, upper=True, left=False)
+    torch.linalg.solve_triangular(triangle.mT, half, upper=False, left=False, out=half)
+    return half
 
 
 def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
@@ -73,7 +114,7 @@ def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
     # A shift moves eigenvalues only, and is taken off again: it serves to get the iteration past a
     # bad matrix.
     shifts = [diagonal(factor).mean(-1) * 1e-6 for factor in factors]
-    return _with_ladder(_eigenbasis, factors, shifts, first_shift=0.0)
+    return _with_ladder([_eigenbasis] * len(factors), factors, shifts, first_shift=0.0)
 
 
 # Of a factor and a shift: the decomposition, and a 0-dimensional flag on the device that tells
@@ -82,12 +123,15 @@ Attempt = Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
 
 def _with_ladder(
-    attempt: Attempt, factors: Sequence[Tensor], shifts: Sequence[Tensor], first_shift: float = 1.0
+    attempts: Sequence[Attempt],
+    factors: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+    first_shift: float = 1.0,
 ) -> list[tuple[Tensor, ...] | None]:
     """Try every factor once, then those that failed again in float64 with growing shifts."""
     results: list[tuple[Tensor, ...] | None] = []
     flags: list[Tensor] = []
-    for factor, shift in zip(factors, shifts, strict=True):
+    for attempt, factor, shift in zip(attempts, factors, shifts, strict=True):
         result, good = _guarded(attempt, factor, shift * first_shift)
         results.append(result)
         flags.append(good)
@@ -97,7 +141,7 @@ def _with_ladder(
     succeeded = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     for index, fine in enumerate(succeeded):
         if not fine:
-            results[index] = _climb(attempt, factors[index], shifts[index])
+            results[index] = _climb(attempts[index], factors[index], shifts[index])
     return results
 
 
@@ -119,20 +163,38 @@ def _guarded(
 
 
 def _shifted(factor: Tensor, shift: Tensor) -> Tensor:
-    damped = factor.clone()
+    damped = factor.clone(memory_format=torch.contiguous_format)
     damped.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     return damped
 
 
 def _inverse(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
     if factor.dim() == 2:
-        inverse = (factor + shift.unsqueeze(-1)).reciprocal()
-        return (inverse,), (inverse > 0).all() & inverse.isfinite().all()
-    triangle, info = torch.linalg.cholesky_ex(_shifted(factor, shift))
-    inverse = torch.cholesky_inverse(triangle)
-    # An infinite entry can leave a finite inverse.
-    sound = (info == 0).all() & triangle.isfinite().all() & inverse.isfinite().all()
-    return (inverse,), sound
+        return _reciprocal(factor, shift)
+    (triangle,), good = _triangle(factor, shift)
+    lower = triangle.mT
+    torch.cholesky_inverse(lower, out=lower)  # in place, and symmetric
+    return (triangle,), good & _finite_diagonal(triangle)
+
+
+def _triangle(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
+    if factor.dim() == 2:
+        return _reciprocal(factor, shift)
+    damped = _shifted(factor, shift)
+    lower = damped.mT  # column by column, as LAPACK works: in place
+    info = torch.empty(lower.shape[:-2], dtype=torch.int32, device=lower.device)
+    torch.linalg.cholesky_ex(lower, out=(lower, info))
+    return (damped,), (info == 0).all() & _finite_diagonal(damped)
+
+
+def _reciprocal(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
+    inverse = (factor + shift.unsqueeze(-1)).reciprocal()
+    return (inverse,), (inverse > 0).all() & inverse.isfinite().all()
+
+
+def _finite_diagonal(matrix: Tensor) -> Tensor:
+    """Enough to look at: the diagonal of U, and of U^-1 U^-T, bounds all other entries."""
+    return matrix.diagonal(dim1=-2, dim2=-1).isfinite().all()
 
 
 def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

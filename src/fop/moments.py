@@ -30,6 +30,11 @@ class FactorSums:
     passes: int = 1
     squares: Tensor | None = None  # of per-example gradients, see squares.py
 
+    def bounds(self) -> list[Tensor]:
+        """What is finite only if all entries are: sums of squares bound the other products."""
+        bounds = [linalg.diagonal(self.inputs), linalg.diagonal(self.outputs)]
+        return bounds if self.squares is None else [*bounds, self.squares]
+
     def add(self, other: FactorSums) -> None:
         self.inputs.add_(other.inputs)
         self.outputs.add_(other.outputs)

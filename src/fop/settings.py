@@ -75,14 +75,17 @@ class Settings:
         """k of algorithm's eta: 1 when g_tot is the mean gradient, 2 when it is g1 + g2."""
         return 1.0 if self.total == "mean" else 2.0
 
+    def interval(self, step: int) -> int:
+        """Steps between renewals of curvature, as of `step`."""
+        if callable(self.update_every):
+            return _whole(self.update_every(step), f"update_every({step})", "steps")
+        return self.update_every
+
     def refresh_due(self, step: int) -> bool:
         """Whether curvature is renewed on `step`, counted from 1."""
         if self.curvature == "identity":
             return False
-        interval = self.update_every
-        if callable(interval):
-            interval = _whole(interval(step), f"update_every({step})", "steps")
-        return step in EARLY_REFRESH_STEPS or (step - 1) % interval == 0
+        return step in EARLY_REFRESH_STEPS or (step - 1) % self.interval(step) == 0
 
 
 def check_group(group: Mapping[str, Any]) -> None:

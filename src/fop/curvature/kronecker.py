@@ -33,10 +33,6 @@ def _mean_eigenvalue(factor: Tensor) -> Tensor:
     return linalg.diagonal(factor).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
 
 
-def _both_sides(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
-    return linalg.from_right(linalg.from_left(left, v), right)
-
-
 def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) -> bool:
     """Whether the state holds both sides for a layer matrix of this shape."""
     if left not in state or right not in state:
@@ -57,46 +53,89 @@ class FactoredKronecker(_KroneckerFactors):
         "input_factor",
         "output_factor",
         "input_inverse",
+        "input_triangle",
         "output_inverse",
+        "output_triangle",
         "damping",
     )
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         factors: list[Tensor] = []
         shifts: list[Tensor] = []
+        triangular: list[bool] = []
         for job in jobs:
             pair = (job.state["input_factor"], job.state["output_factor"])
             factors += pair
             shifts += factored_shifts(*pair, job.damping)
-        inverses = linalg.damped_inverses(factors, shifts)
+            widths = [factor.shape[-1] for factor in pair]
+            for factor, width, other in zip(pair, widths, reversed(widths), strict=True):
+                # Accelerators multiply much faster than they solve.
+                on_host = factor.dim() == 3 and factor.device.type == "cpu"
+                triangular.append(on_host and linalg.solve_pays(width, job.solves * other))
+        found = linalg.damped_inverses(factors, shifts, triangular)
         outcome = []
         for index, job in enumerate(jobs):
-            of_input, of_output = inverses[2 * index], inverses[2 * index + 1]
-            outcome.append(of_input is not None and of_output is not None)
+            pair_found = found[2 * index : 2 * index + 2]
+            outcome.append(all(part is not None for part in pair_found))
             if outcome[-1]:
-                job.state.update(
-                    input_inverse=of_input, output_inverse=of_output, damping=job.damping
-                )
+                for name, part, alone in zip(
+                    ("input", "output"), pair_found, triangular[2 * index :], strict=False
+                ):
+                    kept, dropped = ("triangle", "inverse") if alone else ("inverse", "triangle")
+                    job.state[f"{name}_{kept}"] = part
+                    job.state.pop(f"{name}_{dropped}", None)
+                job.state["damping"] = job.damping
         return outcome
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
-        return _fits(state, "output_inverse", "input_inverse", shape)
+        sides = [_Solver.of(state, name) for name in ("output", "input")]
+        return all(
+            side is not None and side.width == width
+            for side, width in zip(sides, shape, strict=True)
+        )
 
     def metric(self, state: CurvatureState) -> Metric:
-        return _FactoredMetric(
-            state["input_factor"],
-            state["output_factor"],
-            state["input_inverse"],
-            state["output_inverse"],
-        )
+        of_input, of_output = _Solver.of(state, "input"), _Solver.of(state, "output")
+        assert of_input is not None
+        assert of_output is not None
+        return _FactoredMetric(state["input_factor"], state["output_factor"], of_input, of_output)
+
+
+@dataclass(frozen=True)
+class _Solver:
+    """The inverse of a damped factor, or what solves with it: U with U^T U the damped factor."""
+
+    matrix: Tensor
+    triangular: bool
+
+    @staticmethod
+    def of(state: CurvatureState, name: str) -> _Solver | None:
+        for form in ("inverse", "triangle"):
+            if f"{name}_{form}" in state:
+                return _Solver(state[f"{name}_{form}"], form == "triangle")
+        return None
+
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[-1]
+
+    def from_left(self, v: Tensor) -> Tensor:
+        if self.triangular:
+            return linalg.solve_from_right(v.mT, self.matrix).mT
+        return linalg.from_left(self.matrix, v)
+
+    def from_right(self, v: Tensor) -> Tensor:
+        if self.triangular:
+            return linalg.solve_from_right(v, self.matrix)
+        return linalg.from_right(v, self.matrix)
 
 
 @dataclass(frozen=True)
 class _FactoredMetric:
     input_factor: Tensor
     output_factor: Tensor
-    input_inverse: Tensor
-    output_inverse: Tensor
+    input_solver: _Solver
+    output_solver: _Solver
 
     def enter(self, v: Tensor) -> Tensor:
         return v
@@ -105,10 +144,10 @@ class _FactoredMetric:
         return v
 
     def fisher(self, v: Tensor) -> Tensor:
-        return _both_sides(self.output_factor, v, self.input_factor)
+        return linalg.from_right(linalg.from_left(self.output_factor, v), self.input_factor)
 
     def solve(self, v: Tensor) -> Tensor:
-        return _both_sides(self.output_inverse, v, self.input_inverse)
+        return self.output_solver.from_left(self.input_solver.from_right(v))
 
 
 class EigenKronecker(_KroneckerFactors):

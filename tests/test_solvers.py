@@ -1,0 +1,136 @@
+"""A damped factor is inverted, or kept as a triangle to solve with: the step is the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fop
+from fop import linalg
+from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
+
+BOTH = pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
+
+
+@pytest.fixture
+def triangles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linalg, "DIAGONAL_BLOCK", 0)  # the rule then always says: solve
+
+
+def grouped() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    return nn.Sequential(*layers).double()
+
+
+def forms(optimizer: Any) -> set[str]:
+    keys = {key for state in optimizer.state.values() for key in state}
+    return {key for key in keys if key.endswith(("_inverse", "_triangle"))}
+
+
+def trained(kind: Any, model: nn.Module, data: Any, **settings: Any) -> Any:
+    optimizer = kind(model, update_every=3, damping=0.01, **settings)
+    train(model, optimizer, data)
+    return optimizer
+
+
+@BOTH
+@pytest.mark.parametrize("settings", [{}, {"max_factor_size": 6}, {"sharing": "reduce"}])
+@pytest.mark.parametrize("make", [mlp, lambda: cnn(dtype=torch.float64), grouped])
+def test_steps_by_triangles_are_steps_by_inverses(
+    kind: Any, make: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = points if make is mlp else images
+    data = [batch(seed=seed, dtype=torch.float64) for seed in range(7)]
+    model = make()
+    optimizer = trained(kind, model, data, **settings)
+    assert forms(optimizer) == {"input_inverse", "output_inverse"}
+    by_inverses = snapshot(model)
+    monkeypatch.setattr(linalg, "DIAGONAL_BLOCK", 0)
+    model = make()
+    optimizer = trained(kind, model, data, **settings)
+    assert "output_triangle" in forms(optimizer)
+    assert distance(snapshot(model), by_inverses) < 1e-9
+
+
+@pytest.mark.usefixtures("triangles")
+@BOTH
+def test_triangles_resume_bit_for_bit(kind: Any) -> None:
+    data = [points(seed=seed, dtype=torch.float32) for seed in range(8)]
+    model = mlp(dtype=torch.float32)
+    optimizer = trained(kind, model, data[:5])
+    copied, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, data[5:])
+    resumed = kind(copied, update_every=3, damping=0.01)
+    resumed.load_state_dict(saved)
+    train(copied, resumed, data[5:])
+    assert same(snapshot(model), snapshot(copied))
+
+
+def test_a_layer_may_change_from_one_form_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = mlp(), points()
+    optimizer = fop.FOP(model, update_every=1)
+    for block, expected in ((500, "inverse"), (0, "triangle"), (500, "inverse")):
+        monkeypatch.setattr(linalg, "DIAGONAL_BLOCK", block)
+        train(model, optimizer, [(x, y)])
+        assert forms(optimizer) == {f"input_{expected}", f"output_{expected}"}
+
+
+def test_wide_factors_are_solved_with_unless_used_often() -> None:
+    """A 3 x 3 convolution of 512 channels: not worth inverting for ten steps, but for a hundred."""
+    assert linalg.solve_pays(4608, 10 * 512)
+    assert not linalg.solve_pays(4608, 100 * 512)
+    assert not linalg.solve_pays(512, 4608)
+
+
+def test_the_number_of_solves_decides_the_form() -> None:
+    def form(kind: Any, **settings: Any) -> set[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(1000, 2)
+        optimizer = kind(model, **settings)
+        train(model, optimizer, [(torch.randn(4, 1000), torch.tensor([0, 1, 1, 0]))])
+        return forms(optimizer)
+
+    assert "input_triangle" in form(fop.FOP, update_every=400)
+    assert "input_inverse" in form(fop.FOP, update_every=600)
+    assert "input_triangle" in form(fop.KFAC, update_every=600)  # one solve a step, not two
+    assert "input_triangle" in form(fop.KFAC, update_every=lambda step: 600)
+
+
+@pytest.mark.parametrize("shift", [1e-5, 0.1])
+def test_a_triangle_is_the_root_of_the_damped_factor(shift: float) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(2, 4, 9, dtype=torch.float64)
+    factor = rows @ rows.mT
+    before = factor.clone()
+    triangle = linalg.damped_inverses([factor], [torch.full((2,), shift)], [True])[0]
+    assert triangle is not None
+    assert torch.equal(factor, before)
+    assert torch.equal(triangle, triangle.triu())
+    assert torch.allclose(triangle.mT @ triangle, factor + shift * torch.eye(4))
+    v = torch.randn(2, 3, 4, dtype=torch.float64)
+    solved = linalg.solve_from_right(v, triangle)
+    assert torch.allclose(solved @ (factor + shift * torch.eye(4)), v)
+
+
+def test_a_triangle_that_fails_climbs_the_ladder() -> None:
+    indefinite = torch.diag_embed(torch.tensor([[1.0, 0.5, -0.05]]))
+    triangle = linalg.damped_inverses([indefinite], [torch.tensor([0.01])], [True])[0]
+    assert triangle is not None
+    assert (triangle.diagonal(dim1=1, dim2=2) > 0).all()
+    hopeless = torch.full((1, 3, 3), float("nan"))
+    assert linalg.damped_inverses([hopeless], [torch.tensor([0.01])], [True]) == [None]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_one_bad_entry_is_found(value: float, dtype: torch.dtype) -> None:
+    good = [torch.ones(3, 4, dtype=torch.float64) * 1e300, torch.empty(0), torch.ones(2)]
+    assert linalg.all_finite(good)
+    bad = torch.ones(5, dtype=dtype)
+    bad[3] = value
+    assert not linalg.all_finite([*good, bad])
