@@ -134,3 +134,14 @@ def test_one_bad_entry_is_found(value: float, dtype: torch.dtype) -> None:
     bad = torch.ones(5, dtype=dtype)
     bad[3] = value
     assert not linalg.all_finite([*good, bad])
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("width", [5, 128, 129, 1025])
+def test_a_product_with_aligned_rows_is_the_product(groups: int, width: int) -> None:
+    torch.manual_seed(0)
+    a = torch.randn(groups, 7, 130, dtype=torch.float64)
+    b = torch.randn(groups, 130, width, dtype=torch.float64)
+    found = linalg.product(a, b)
+    assert torch.allclose(found, a @ b)
+    assert width < 128 or found.stride(1) % linalg.ALIGNMENT == 0

@@ -40,7 +40,7 @@ class Metric(Protocol):
         ...
 
     def solve(self, v: Tensor) -> Tensor:
-        """M^-1 v, in the entered basis."""
+        """M^-1 v, in the entered basis; the caller may overwrite it."""
         ...
 
 
@@ -83,7 +83,7 @@ def orthogonal_part(
     # F is positive semi-definite, so <a, F a> = 0 means F a = 0: the guard only turns 0 / 0 into 0.
     guard = max(eps, torch.finfo(a.dtype).tiny)
     s = inner(d, fisher_a) / (inner(a, fisher_a) + guard)
-    return s, d - s * a
+    return s, torch.addcmul(d, a, s, value=-1)
 
 
 def optimal_beta(q: Tensor, D: Tensor, E: Tensor) -> Tensor:
@@ -111,9 +111,11 @@ def fop_update(
     if d is not None:
         d = metric.enter(d)
         s, p = orthogonal_part(a, d, metric.fisher(a))
-        solved_p = metric.solve(d).sub_(s * solved)
+        solved_p = metric.solve(d).addcmul_(solved, s, value=-1)
         D, E = inner(a, solved_p), inner(p, solved_p)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
-        solved = solved.add(weight * solved_p)
+        solved.addcmul_(solved_p, weight)
     step = optimal_eta(q, D, E, weight, k) if eta == "adaptive" else torch.full_like(q, eta)
-    return metric.leave(solved * step), Coefficients(s, weight, step, q, D, E)
+    if eta != 1.0:
+        solved.mul_(step)
+    return metric.leave(solved), Coefficients(s, weight, step, q, D, E)
