@@ -102,7 +102,8 @@ def test_the_number_of_solves_decides_the_form() -> None:
 
 
 @pytest.mark.parametrize("shift", [1e-5, 0.1])
-def test_a_triangle_is_the_root_of_the_damped_factor(shift: float) -> None:
+@pytest.mark.parametrize("height", [3, 200])
+def test_a_triangle_is_the_root_of_the_damped_factor(shift: float, height: int) -> None:
     torch.manual_seed(0)
     rows = torch.randn(2, 4, 9, dtype=torch.float64)
     factor = rows @ rows.mT
@@ -112,7 +113,7 @@ def test_a_triangle_is_the_root_of_the_damped_factor(shift: float) -> None:
     assert torch.equal(factor, before)
     assert torch.equal(triangle, triangle.triu())
     assert torch.allclose(triangle.mT @ triangle, factor + shift * torch.eye(4))
-    v = torch.randn(2, 3, 4, dtype=torch.float64)
+    v = torch.randn(2, height, 4, dtype=torch.float64)
     solved = linalg.solve_from_right(v, triangle)
     assert torch.allclose(solved @ (factor + shift * torch.eye(4)), v)
 

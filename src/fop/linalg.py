@@ -73,8 +73,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def _aligned(like: Tensor, groups: int, height: int, width: int) -> Tensor:
     """An empty [groups, height, width] with aligned rows."""
-    apart = -(-width // ALIGNMENT) * ALIGNMENT
-    return like.new_empty(groups, height, apart)[..., :width]
+    return like.new_empty(groups, height, _aligned_length(width))[..., :width]
+
+
+def _aligned_length(width: int) -> int:
+    return -(-width // ALIGNMENT) * ALIGNMENT
 
 
 def columns(rows: Tensor) -> Tensor:
@@ -133,10 +136,17 @@ def damped_inverses(
 
 
 def solve_from_right(v: Tensor, triangle: Tensor) -> Tensor:
-    """v (U^T U)^-1"""
-    half: Tensor = torch.linalg.solve_triangular(triangle, v, upper=True, left=False)
-    torch.linalg.solve_triangular(triangle.mT, half, upper=False, left=False, out=half)
-    return half
+    """v (U^T U)^-1, for v [g, k, d]."""
+    groups, height, width = v.shape
+    # LAPACK works on columns. With aligned ones, and in place, a solve is a third faster.
+    spare = height if height < SMALLEST_BLOCK else _aligned_length(height)
+    columns = v.new_empty(groups, width, spare)
+    columns[..., :height] = v.mT
+    columns[..., height:] = 0
+    rows = columns.mT
+    torch.linalg.solve_triangular(triangle, rows, upper=True, left=False, out=rows)
+    torch.linalg.solve_triangular(triangle.mT, rows, upper=False, left=False, out=rows)
+    return rows[:, :height]
 
 
 def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
