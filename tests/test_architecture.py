@@ -20,6 +20,7 @@ ALLOWED = {
     "scaling": set(),
     "schedules": set(),
     "checkpoints": set(),
+    "stagger": set(),
     "moments": {"layers", "linalg"},
     "squares": set(),
     "projection": {"settings"},
@@ -42,6 +43,7 @@ ALLOWED = {
         "rules",
         "scaling",
         "settings",
+        "stagger",
     },
     "optimizer": {
         "attention",

@@ -27,7 +27,6 @@ class CapturePlan:
     max_factor_size: int
     empirical: bool  # curvature sums come from the training loss's own backward
     curvature: bool  # curvature sums are wanted at all
-    refresh_due: bool = True
     # During an extra backward for the Fisher: the training backward it runs inside, and whether
     # inputs still count.
     extra_pass_of: int | None = None
@@ -92,6 +91,7 @@ class LayerCapture:
         self.weight = weight
         self._bias = bias
         self.plan = plan
+        self.refresh_due = True  # on the next step; the engine decides
         self.curvature_shape: tuple[int, int] | None = None  # of the metric at hand, if any
         self.basis: Eigenbasis | None = None  # where squares of gradients are wanted (EKFAC)
         self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
@@ -119,7 +119,7 @@ class LayerCapture:
     @property
     def wants_sums(self) -> bool:
         """When curvature is due, or the layer has none that fits it (yet, or after unfreezing)."""
-        return self.plan.curvature and (self.plan.refresh_due or self.curvature_shape != self.shape)
+        return self.plan.curvature and (self.refresh_due or self.curvature_shape != self.shape)
 
     def tracks(self, current: Tensor | None) -> bool:
         """Whether a call of the module has to be watched now, given what it has as its weight."""

@@ -28,6 +28,7 @@ from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
 from fop.scaling import LossScale, factor_scales, half_difference, square_scale
 from fop.settings import Settings
+from fop.stagger import phases, refresh_cost
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Group = Mapping[str, Any]
@@ -63,6 +64,12 @@ class Block:
     @property
     def weight(self) -> nn.Parameter:
         return self.capture.weight
+
+    def refresh_cost(self, settings: Settings) -> float:
+        rows, columns = self.capture.shape
+        widest = settings.max_factor_size
+        factors = [(rows, rows > widest), (columns, self.layer.indexed or columns > widest)]
+        return refresh_cost(factors, self.layer.groups)
 
     def average(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
         """The ordinary gradient as the layer's matrix, in the precision of the curvature."""
@@ -204,16 +211,23 @@ class Engine:
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
-        self.plan.refresh_due = retry or self.settings.refresh_due(next_step)
-        self._solves = self.settings.interval(next_step) * (2 if self.settings.needs_halves else 1)
-        for block in self.blocks:
+        interval = self.settings.interval(next_step)
+        self._solves = interval * (2 if self.settings.needs_halves else 1)
+        for block, phase in zip(self.blocks, self._phases(interval), strict=True):
             capture = block.capture
+            capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
             capture.saw_empty = capture.saw_examples = False
             capture.replaced = capture.bypassed = False
             capture.curvature_shape = capture.basis = None
             if block.ready(state):
                 capture.curvature_shape = capture.shape
                 capture.basis = block.curvature.basis(block.state_in(state))
+
+    def _phases(self, interval: int) -> Sequence[int]:
+        """By how many steps each block's renewals come after those of the plain schedule."""
+        if not self.settings.stagger:
+            return [0] * len(self.blocks)
+        return phases([block.refresh_cost(self.settings) for block in self.blocks], interval)
 
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
@@ -233,7 +247,7 @@ class Engine:
         captures = [block.capture for block in active]
         empty = any(c.saw_empty for c in captures) and not any(c.saw_examples for c in captures)
         if not gradients or empty:
-            return self.plan.refresh_due
+            return any(block.capture.refresh_due for block in self.blocks)
         healthy = self._healthy(gradients.values(), active)
         gradients = self.unscaled(gradients)
         retry, healthy = self._refresh(active, options, state, healthy)

@@ -250,6 +250,10 @@ class FOP(SecondOrderOptimizer):
         factor_decay: Weight of the past in the moving averages of the curvature.
         update_every: Steps between renewals of the curvature, or a function from the step (from 1)
             to that number.
+        stagger: Spread the renewals of the layers over the steps of an interval, so that all steps
+            cost about the same; each layer still has its own every `update_every` steps, and all of
+            them on steps 1, 2 and 4. With fisher="mc" and "exact" every such step needs its extra
+            backward.
         fisher: "empirical" takes it from the training loss's own backward; "mc" samples labels from
             the model, one extra backward when
             the curvature is renewed; "exact" takes all labels, one extra backward each.
@@ -291,6 +295,7 @@ class FOP(SecondOrderOptimizer):
         damping_mode: Literal["factored", "exact"] = "factored",
         factor_decay: float = 0.95,
         update_every: Interval = 10,
+        stagger: bool = False,
         fisher: Literal["empirical", "mc", "exact"] = "empirical",
         likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
         sharing: Literal["expand", "reduce"] = "expand",
@@ -312,6 +317,7 @@ class FOP(SecondOrderOptimizer):
             damping_mode=damping_mode,
             factor_decay=factor_decay,
             update_every=update_every,
+            stagger=stagger,
             fisher=fisher,
             likelihood=likelihood,
             sharing=sharing,
@@ -353,6 +359,7 @@ class KFAC(SecondOrderOptimizer):
         damping_mode: Literal["factored", "exact"] = "factored",
         factor_decay: float = 0.95,
         update_every: Interval = 10,
+        stagger: bool = False,
         fisher: Literal["empirical", "mc", "exact"] = "empirical",
         likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
         sharing: Literal["expand", "reduce"] = "expand",
@@ -370,6 +377,7 @@ class KFAC(SecondOrderOptimizer):
             damping_mode=damping_mode,
             factor_decay=factor_decay,
             update_every=update_every,
+            stagger=stagger,
             fisher=fisher,
             likelihood=likelihood,
             sharing=sharing,

@@ -40,6 +40,7 @@ class Settings:
     fallback: str = "sgd"
     norms: str = "fallback"
     decoupled_weight_decay: bool = False
+    stagger: bool = False
 
     def __post_init__(self) -> None:
         _one_of("damping_mode", self.damping_mode, ("factored", "exact"))
@@ -53,6 +54,7 @@ class Settings:
         _one_of("fallback", self.fallback, ("sgd", "adamw"))
         _one_of("norms", self.norms, ("fallback", "unitwise"))
         _flag("decoupled_weight_decay", self.decoupled_weight_decay)
+        _flag("stagger", self.stagger)
         _number("factor_decay", self.factor_decay, low=0.0, high=1.0, high_open=True)
         if self.kl_clip is not None:
             _number(
@@ -81,11 +83,11 @@ class Settings:
             return _whole(self.update_every(step), f"update_every({step})", "steps")
         return self.update_every
 
-    def refresh_due(self, step: int) -> bool:
-        """Whether curvature is renewed on `step`, counted from 1."""
+    def refresh_due(self, step: int, phase: int = 0) -> bool:
+        """Whether a layer's curvature is renewed on `step`, counted from 1."""
         if self.curvature == "identity":
             return False
-        return step in EARLY_REFRESH_STEPS or (step - 1) % self.interval(step) == 0
+        return step in EARLY_REFRESH_STEPS or (step - 1 - phase) % self.interval(step) == 0
 
 
 def check_group(group: Mapping[str, Any]) -> None:
