@@ -10,7 +10,7 @@ decompositions need it anyway.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,21 @@ def _without_unbatched(fresh: list[tuple[Block, FactorSums]]) -> list[tuple[Bloc
         else:
             kept.append((block, sums))
     return kept
+
+
+def _rounds(
+    fresh: list[tuple[Block, FactorSums]],
+) -> Iterator[list[tuple[Block, FactorSums]]]:
+    """What to renew together: all, for one host read, unless that costs nothing.
+
+    One at a time, sums go and a decomposition replaces its predecessor before the next needs
+    memory. The list is emptied.
+    """
+    one_by_one = all(block.weight.device.type == "cpu" for block, _ in fresh)
+    while fresh:
+        count = 1 if one_by_one else len(fresh)
+        some, fresh[:count] = fresh[:count], []
+        yield some
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -344,6 +359,23 @@ class Engine:
         if not bool(healthy):
             return True, healthy
         self._say_unexplained([block for block, _ in fresh])
+        failed = []
+        for some in _rounds(fresh):
+            failed += self._renew(some, options, state)
+        if failed:
+            warnings.warn(
+                f"the curvature of {', '.join(repr(block.name) for block in failed)} could not be "
+                "inverted, not even in float64 with more damping: the previous inverse is used "
+                "where there is one, else the plain gradient. If this repeats, raise damping.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return bool(failed), healthy
+
+    def _renew(
+        self, fresh: list[tuple[Block, FactorSums]], options: Mapping[Tensor, Group], state: State
+    ) -> list[Block]:
+        """Factors into moving averages, and those into metrics; the layers where that failed."""
         jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
         for block, sums in fresh:
             own, decay = block.state_in(state), self.settings.factor_decay
@@ -356,16 +388,8 @@ class Engine:
         for curvature, pairs in jobs.items():
             done = curvature.refresh([job for _, job in pairs])
             failed += [block for (block, _), fine in zip(pairs, done, strict=True) if not fine]
-        if failed:
-            self._restart(failed, dict(fresh), state)
-            warnings.warn(
-                f"the curvature of {', '.join(repr(block.name) for block in failed)} could not be "
-                "inverted, not even in float64 with more damping: the previous inverse is used "
-                "where there is one, else the plain gradient. If this repeats, raise damping.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        return bool(failed), healthy
+        self._restart(failed, dict(fresh), state)
+        return failed
 
     def _restart(
         self, failed: list[Block], fresh: Mapping[Block, FactorSums], state: State

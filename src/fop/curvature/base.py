@@ -82,10 +82,10 @@ class Curvature(Protocol):
 
 def moving_average(state: CurvatureState, name: str, batch: Tensor, decay: float) -> None:
     """Take a batch's value into the average under `name`; the first, or one of another shape,
-    starts it anew."""
+    becomes it."""
     average = state.get(name)
     if average is None or average.shape != batch.shape:
-        state[name] = batch.clone()
+        state[name] = batch
     else:
         average.mul_(decay).add_(batch, alpha=1 - decay)
 
