@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fop
 from fop import linalg
@@ -146,3 +147,18 @@ def test_a_product_with_aligned_rows_is_the_product(groups: int, width: int) -> 
     found = linalg.product(a, b)
     assert torch.allclose(found, a @ b)
     assert width < 128 or found.stride(1) % linalg.ALIGNMENT == 0
+
+
+@pytest.mark.parametrize(("kind", "products"), [(fop.KFAC, 1), (fop.FOP, 3)])
+def test_a_steady_step_needs_no_more_than_the_method_does(kind: Any, products: int) -> None:
+    """Two-sided products: F a, M^-1 a and M^-1 d for FOP, the second for KFAC."""
+    torch.manual_seed(0)
+    model = nn.Linear(200, 130)
+    optimizer = kind(model, update_every=1000)
+    x, y = torch.randn(8, 200), torch.randint(130, (8,))
+    train(model, optimizer, [(x, y)] * 4)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert counter.get_total_flops() == products * 2 * 130 * 201 * (130 + 201)
