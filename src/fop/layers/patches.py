@@ -138,7 +138,8 @@ class Patches:
                 before=(0, *self.before),
                 sizes=(1, *self.sizes),
             )
-            return flat._moment_by_lags(x.unsqueeze(2), out)
+            flat._moment_by_lags(x.unsqueeze(2), out)
+            return
         blocks = _LagProducts(self, x).blocks()
         channels = x.shape[1] // self.groups
         by_tap = out.unflatten(1, (channels, self.taps))
@@ -147,7 +148,6 @@ class Patches:
                 blocks[one, two] if one <= two else blocks[two, one].mT for two in range(self.taps)
             ]
             by_tap[:, :, one] = torch.stack(row, dim=-1).flatten(2)
-        return None
 
 
 class _LagProducts:
