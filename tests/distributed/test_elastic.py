@@ -20,6 +20,7 @@ import fop
 from tests.distributed.elastic_worker import STEPS
 from tests.distributed.models import assert_same, batches, net
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "elastic_worker.py"
 HOSTS = Path(__file__).parent / "two_hosts.sh"

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fop
+from fop.distributed.outbox import Channel, Outbox
 from fop.distributed.packing import (
     Parcel,
     into_buckets,
@@ -83,6 +84,41 @@ def test_buckets_hold_one_owner_up_to_the_limit_in_the_order_of_completion() -> 
     views[0][0].fill_(1.0)
     views[2][0].fill_(2.0)
     assert flat.tolist() == [1.0] * 4 + [2.0] * 4
+
+
+class RecordingComm:
+    """Notes what is sent, in order."""
+
+    def __init__(self) -> None:
+        self.sent: list[float] = []
+
+    def reduce_in_row(self, tensor: torch.Tensor, owner: int, what: str) -> None:
+        self.sent += tensor.tolist()
+
+
+def test_messages_leave_when_complete_but_always_in_the_same_order() -> None:
+    """Autograd may complete layers in another order on every rank."""
+
+    def parcel(key: str, owner: int) -> Parcel:
+        return Parcel(key, owner, ((1,),), torch.float32, torch.device("cpu"))
+
+    def pack(key: str, places: list[torch.Tensor]) -> None:
+        places[0].fill_("abc".index(key))
+
+    comm = RecordingComm()
+    channel = Channel(
+        "difference", "differences", [parcel(k, n) for n, k in enumerate("cba")], pack
+    )
+    outbox = Outbox(comm, list("abc"), [channel])
+    outbox.complete("b")
+    assert comm.sent == []
+    outbox.complete("c")
+    assert comm.sent == [2, 1]
+    outbox.close()
+    assert comm.sent == [2, 1, 0]
+    assert not outbox.outdated
+    outbox.complete("a")  # by a further pass
+    assert outbox.outdated
 
 
 def test_one_process_needs_no_exchange() -> None:
