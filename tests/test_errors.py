@@ -36,7 +36,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"total": "average"}, ValueError, "total must be one of 'mean', 'sum'"),
     ({"kl_clip": 0}, ValueError, "kl_clip must be > 0 or None to switch it off, got 0"),
     ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of 'mean', 'sum'"),
-    ({"halves": "ranks"}, ValueError, "halves must be one of 'auto', 'samples', 'microbatches'"),
+    ({"halves": "quarters"}, ValueError, "halves must be one of 'auto', 'samples', 'microbatches'"),
+    ({"halves": "ranks"}, ValueError, 'halves="ranks" takes even and odd ranks of a process group'),
+    ({"strategy": "some"}, ValueError, "strategy must be one of 'owner', 'all', got 'some'"),
+    ({"strategy": 0}, ValueError, "strategy must be >= 1, got 0"),
+    ({"difference_dtype": torch.int8}, TypeError, "difference_dtype must be a floating point"),
     (
         {"curvature": "diagonal"},
         ValueError,

@@ -8,7 +8,8 @@ it belongs to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,60 @@ from fop.squares import Eigenbasis, GradientSquares
 class CapturePlan:
     """What all layers capture at present; the engine changes it between steps."""
 
-    halves: str  # "samples", "microbatches" or "none"
+    halves: str  # "samples", "microbatches", "ranks" or "none"
     sharing: str
     max_factor_size: int
     empirical: bool  # curvature sums come from the training loss's own backward
     curvature: bool  # curvature sums are wanted at all
+    odd_rank: bool = False  # with halves="ranks": this rank belongs to half 2
     # During an extra backward for the Fisher: the training backward it runs inside, and whether
     # inputs still count.
     extra_pass_of: int | None = None
     extra_pass_first: bool = False
+    passes: PassEnds = field(default_factory=lambda: PassEnds())
+
+
+class PassEnds:
+    """Acts at the very end of backward passes that reached `p.grad` of watched layers."""
+
+    def __init__(self) -> None:
+        self._committed: dict[int, list[LayerCapture]] = {}  # by pass; they may be nested
+        # For messages that leave while the pass is still running.
+        self.on_commit: Callable[[LayerCapture], None] | None = None
+        self.on_end: Callable[[], None] | None = None
+
+    def note(self, capture: LayerCapture, task: int) -> None:
+        """A layer's part of the running pass has reached `p.grad`."""
+        if task not in self._committed:
+            self._committed[task] = []
+            # DistributedDataParallel writes averages to p.grad in a callback of its own. What is
+            # queued by a callback runs after all that were queued before.
+            _at_end_of_pass(lambda: _at_end_of_pass(lambda: self._finish(task)))
+        self._committed[task].append(capture)
+        if self.on_commit is not None:
+            self.on_commit(capture)
+
+    def forget(self) -> None:
+        """Passes that failed never end."""
+        self._committed.clear()
+
+    def _finish(self, task: int) -> None:
+        by_dtype: dict[torch.dtype, list[LayerCapture]] = {}
+        for capture in self._committed.pop(task, []):
+            if capture.weight.grad is not None:
+                by_dtype.setdefault(factor_dtype(capture.weight.dtype), []).append(capture)
+        with torch.no_grad():
+            for dtype, captures in by_dtype.items():
+                gradients = [c.weight.grad for c in captures]
+                norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # type: ignore[arg-type]
+                for capture, norm in zip(captures, norms, strict=True):
+                    capture.see_gradient(norm)
+        if self.on_end is not None:
+            self.on_end()
+
+
+def _at_end_of_pass(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 @dataclass
@@ -63,10 +109,6 @@ class _SeenGradient:
     version: int
     norm: Tensor
 
-    @staticmethod
-    def of(grad: Tensor) -> _SeenGradient:
-        return _SeenGradient(grad.data_ptr(), grad._version, _norm(grad))
-
     def unchanged(self, grad: Tensor) -> bool:
         return (self.address, self.version) == (grad.data_ptr(), grad._version)
 
@@ -82,7 +124,7 @@ def _norm(grad: Tensor) -> Tensor:
 
 
 class LayerCapture:
-    """Collects for one layer. A step takes the sums; the rest goes when gradients are zeroed."""
+    """Collects for one layer. A step uses up the sums; the rest goes when gradients are zeroed."""
 
     def __init__(
         self, layer: Layer, weight: nn.Parameter, bias: nn.Parameter | None, plan: CapturePlan
@@ -97,7 +139,7 @@ class LayerCapture:
         self.signed: list[Tensor] | None = None  # H1 - H2, for the weight and a trainable bias
         self.examples = [0, 0]
         self._passes = 0  # backward passes that reached p.grad since it was zeroed
-        self._sums: FactorSums | None = None
+        self.sums: FactorSums | None = None
         self._pending: _Pending | None = None
         self._seen: _SeenGradient | None = None
         self.given_up = False  # nothing sensible can be captured: the engine says why
@@ -132,26 +174,33 @@ class LayerCapture:
     def _expecting(self) -> bool:
         return not self.given_up and (self.plan.halves != "none" or self.wants_sums)
 
-    def take_sums(self) -> FactorSums | None:
-        sums, self._sums = self._sums, None
-        return sums
+    def sum_shapes(self) -> list[tuple[int, ...]]:
+        """Of the curvature sums of inputs, outputs and, if wanted, squares; also without any."""
+        form, groups = self._factor_form(), self.layer.groups
+        outputs, inputs = self.shape
+        shapes: list[tuple[int, ...]] = [
+            (groups, inputs) if form.diagonal_inputs else (groups, inputs, inputs),
+            (groups, outputs) if form.diagonal_outputs else (groups, outputs, outputs),
+        ]
+        return [*shapes, (groups, outputs, inputs)] if self._wants_squares else shapes
+
+    @property
+    def _wants_squares(self) -> bool:
+        return self.basis is not None and self.curvature_shape == self.shape
 
     def take_unexplained(self) -> Tensor | None:
         share, self._unexplained = self._unexplained, None
         return share
 
-    def has_sums(self) -> bool:
-        return self._sums is not None
-
     def tensors(self) -> list[Tensor]:
         """Everything captured that a step rests on."""
         tensors = list(self.signed or [])
-        if self._sums is not None:
-            tensors += self._sums.bounds()
+        if self.sums is not None:
+            tensors += self.sums.bounds()
         return tensors
 
     def reset(self) -> None:
-        self.signed = self._sums = self._pending = self._seen = self._unexplained = None
+        self.signed = self.sums = self._pending = self._seen = self._unexplained = None
         self.examples = [0, 0]
         self._passes = 0
 
@@ -197,7 +246,7 @@ class LayerCapture:
         if pending.sums is None:
             form = self._factor_form()
             pending.sums = PassSums(form, self.plan.sharing)
-            if self.basis is not None and self.curvature_shape == self.shape:
+            if self.basis is not None and self._wants_squares:
                 pending.squares = GradientSquares(
                     self.basis, form.width, form.dtype, has_bias=form.has_bias
                 )
@@ -271,16 +320,23 @@ class LayerCapture:
             self._commit_halves(pending)
         sums = pending.finished_sums()
         if sums is not None:
-            if self._sums is None:
-                self._sums = sums
+            if self.sums is None:
+                self.sums = sums
             else:
-                self._sums.add(sums)
-        self._seen = _SeenGradient.of(weight.grad.detach())
+                self.sums.add(sums)
+        self.plan.passes.note(self, pending.task)
+
+    def see_gradient(self, norm: Tensor) -> None:
+        """Remember `p.grad` as the pass leaves it."""
+        grad = self.weight.grad
+        assert grad is not None
+        self._seen = _SeenGradient(grad.data_ptr(), grad._version, norm)
 
     def _commit_halves(self, pending: _Pending) -> None:
         assert pending.signed is not None
         self._passes += 1
-        if self.plan.halves == "microbatches" and self._passes % 2 == 0:
+        alternate = self.plan.halves == "microbatches" and self._passes % 2 == 0
+        if alternate or (self.plan.halves == "ranks" and self.plan.odd_rank):
             torch._foreach_neg_(pending.signed)
             pending.first, pending.second = pending.second, pending.first
         if self.signed is None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fop import scaling
+from fop.block import Block
 from fop.curvature.kronecker import factored_shifts
-from fop.engine import Block, Engine
+from fop.engine import Engine
 from fop.optimizer import SecondOrderOptimizer
 from fop.projection import inner
 
@@ -57,7 +58,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
 
     The last three lines and `orthogonal_norm`, `update_norm` need an eigendecomposition of the
     layer's factors: narrow `layers` for large models. What can't be had (no curvature, no halves,
-    gradients zeroed) is NaN.
+    gradients zeroed) is NaN. With several ranks, each reports the layers whose curvature it keeps.
     """
     engine = _engine_of(optimizer)
     report = {}
@@ -72,12 +73,12 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         entry["kl_clip_factor"] = 1.0 if engine.clip is None else float(engine.clip)
         gradients = _gradients(block, engine)
         if gradients is not None:
-            entry |= _gradient_terms(block, *gradients)
+            entry |= gradients.terms()
         if "damping" in state:
             spectrum = _spectrum(state, exact="input_eigenvalues" in state)
             entry |= spectrum.conditions()
             if gradients is not None:
-                entry |= spectrum.kl_terms(*gradients, entry)
+                entry |= spectrum.kl_terms(gradients.average, gradients.difference, entry)
         report[block.name] = entry
     return report
 
@@ -86,23 +87,22 @@ def noise_scale(optimizer: SecondOrderOptimizer) -> float:
     """The gradient noise scale tr(Sigma) / |G|^2 in examples, over all preconditioned layers.
 
     Batches far below it are noisy, far above it wasteful (McCandlish et al. 2018). Ask between
-    backward and `zero_grad()`; NaN if there are no two halves. One step's estimate is noisy itself:
-    average over several.
+    backward and `zero_grad()`; with several ranks, on all of them and after `step()`. NaN if there
+    are no two halves. One step's estimate is noisy itself: average over several.
     """
     engine = _engine_of(optimizer)
-    average_square = difference_square = 0.0
-    examples = (0, 0)
+    sums = [0.0] * 5  # squares of averages and differences; examples in both halves; layers
     for block in engine.blocks:
-        average, difference = _gradients(block, engine) or (None, None)
-        if average is not None and difference is not None:
-            average_square += float(inner(average, average))
-            difference_square += float(inner(difference, difference))
-            examples = (block.capture.examples[0], block.capture.examples[1])
-    return (
-        scaling.noise_scale(average_square, difference_square, *examples)
-        if all(examples)
-        else math.nan
-    )
+        found = _gradients(block, engine)
+        if found is not None and found.difference is not None:
+            squares = [float(inner(v, v)) for v in (found.average, found.difference)]
+            terms = [*squares, found.first, found.second, 1.0]
+            sums = [total + term for total, term in zip(sums, terms, strict=True)]
+    of_average, of_difference, first, second, layers = engine.exchange.sum(sums)
+    if not (first and second):
+        return math.nan
+    examples = round(first / layers), round(second / layers)
+    return scaling.noise_scale(of_average, of_difference, *examples)
 
 
 def _engine_of(optimizer: object) -> Engine:
@@ -114,26 +114,36 @@ def _engine_of(optimizer: object) -> Engine:
     return optimizer._engine
 
 
-def _gradients(block: Block, engine: Engine) -> tuple[Tensor, Tensor | None] | None:
-    """a and d of a layer in float64; None where the gradient is gone."""
-    parameters = [p for p in (block.weight, block.capture.bias) if p is not None]
-    gradients: Mapping[Tensor, Tensor] = {p: p.grad for p in parameters if p.grad is not None}
-    if block.weight not in gradients:
+def _gradients(block: Block, engine: Engine) -> _Gradients | None:
+    found = engine.recall(block)
+    if found is None:
         return None
-    gradients = engine.unscaled(gradients)
-    average = block.average(gradients)
-    difference = block.difference(average, engine.loss_scale)
-    return average.double(), None if difference is None else difference.double()
+    average, difference, (first, second) = found
+    return _Gradients(
+        average.double(),
+        None if difference is None else difference.double(),
+        int(first),
+        int(second),
+    )
 
 
-def _gradient_terms(block: Block, average: Tensor, difference: Tensor | None) -> dict[str, float]:
-    terms = {"gradient_norm": float(average.norm())}
-    if difference is not None:
-        terms["difference_norm"] = float(difference.norm())
-        squares = (terms["gradient_norm"] ** 2, terms["difference_norm"] ** 2)
-        first, second = block.capture.examples
-        terms["noise_scale"] = scaling.noise_scale(*squares, first, second)
-    return terms
+@dataclass(frozen=True)
+class _Gradients:
+    """a and d of a layer in float64, and the examples in the two halves."""
+
+    average: Tensor
+    difference: Tensor | None
+    first: int
+    second: int
+
+    def terms(self) -> dict[str, float]:
+        terms = {"gradient_norm": float(self.average.norm())}
+        if self.difference is not None:
+            terms["difference_norm"] = float(self.difference.norm())
+            squares = (terms["gradient_norm"] ** 2, terms["difference_norm"] ** 2)
+            if self.first and self.second:
+                terms["noise_scale"] = scaling.noise_scale(*squares, self.first, self.second)
+        return terms
 
 
 @dataclass(frozen=True)

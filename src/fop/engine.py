@@ -2,6 +2,10 @@
 
     gradients -> are they sound? -> curvature, when due -> projection -> KL clip -> parameters
 
+Between the arrows stands the exchange with other ranks (`fop.distributed`). On one process it hands
+back what it is given; with more, a rank renews and applies the curvature of the layers it owns, and
+every rank applies all updates.
+
 Whether a step is sound is decided on the device: an unsound one is carried out with every change
 masked, so no scalar has to be read by the host. Only steps that renew curvature read one, because
 decompositions need it anyway.
@@ -10,180 +14,64 @@ decompositions need it anyway.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
+from fop.checks import check_captured, find_problem
 from fop.curvature import Curvature, make_curvature
-from fop.curvature.base import CurvatureState, PrefixedState, RefreshJob
-from fop.layers import Layer
+from fop.curvature.base import RefreshJob
+from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
 from fop.linalg import all_finite
 from fop.moments import FactorSums, factor_dtype
 from fop.projection import Coefficients, Metric, fop_update
 from fop.rules import adamw_step, momentum_step
-from fop.scaling import LossScale, factor_scales, half_difference, square_scale
+from fop.scaling import LossScale, Number, factor_scales, square_scale
 from fop.settings import Settings
-from fop.stagger import phases, refresh_cost
+from fop.stagger import phases
 
-State = MutableMapping[Tensor, dict[str, Any]]
 Group = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Block:
-    """One preconditioned layer."""
-
-    name: str
-    module_name: str
-    capture: LayerCapture
-    curvature: Curvature
-
-    def ready(self, state: State) -> bool:
-        """Whether there is curvature that fits the layer as it is trained at present."""
-        own = self.state_in(state) if self.weight in state else {}
-        return self.curvature.ready(own, self.capture.shape)
-
-    def state_in(self, state: State) -> CurvatureState:
-        """The curvature's part of the optimizer's state."""
-        own, prefix = state[self.weight], self.layer.state_prefix
-        return PrefixedState(own, prefix) if prefix else own
-
-    @property
-    def layer(self) -> Layer:
-        return self.capture.layer
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.capture.shape
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.capture.weight
-
-    def refresh_cost(self, settings: Settings) -> float:
-        rows, columns = self.capture.shape
-        widest = settings.max_factor_size
-        factors = [(rows, rows > widest), (columns, self.layer.indexed or columns > widest)]
-        return refresh_cost(factors, self.layer.groups)
-
-    def average(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
-        """The ordinary gradient as the layer's matrix, in the precision of the curvature."""
-        dtype = factor_dtype(self.weight.dtype)
-        bias, layer = self.capture.bias, self.layer
-        of_bias = None
-        if bias is not None:
-            of_bias = layer.own_bias(gradients.get(bias, torch.zeros_like(bias))).to(dtype)
-        return layer.to_matrix(layer.own_weight(gradients[self.weight]).to(dtype), of_bias)
-
-    def difference(self, average: Tensor, loss_scale: LossScale | None) -> Tensor | None:
-        """g1 - g2 on the scale of the gradient; None if one half has no examples."""
-        capture = self.capture
-        first, second = capture.examples
-        if capture.signed is None or first == 0 or second == 0:
-            return None
-        signed = self.layer.to_matrix(*_pair([part.to(average.dtype) for part in capture.signed]))
-        rescale = capture.gradient_ratio()
-        if loss_scale is not None and loss_scale.inverse is not None:
-            rescale = rescale * loss_scale.inverse.to(rescale)
-        return half_difference(average, signed, first, second, rescale.to(signed))
-
-    def write(
-        self, matrix: Tensor, updates: dict[Tensor, Tensor], gradients: Mapping[Tensor, Tensor]
-    ) -> None:
-        """Enter the layer's matrix into the updates of its trained parameters.
-
-        What of a parameter belongs to other layers keeps its own update, or else its gradient.
-        """
-        layer, bias = self.layer, self.capture.bias
-        owned = [(self.weight, layer.own_weight)]
-        owned += [(bias, layer.own_bias)] if bias is not None else []
-        shapes = _pair([part_of(parameter) for parameter, part_of in owned])
-        parts = layer.from_matrix(matrix, *shapes)
-        for (parameter, part_of), part in zip(owned, parts, strict=True):
-            if part.shape == parameter.shape:
-                updates[parameter] = part.to(parameter.dtype)
-            else:
-                if parameter not in updates:
-                    rest = gradients.get(parameter, torch.zeros_like(parameter))
-                    updates[parameter] = rest.clone()
-                part_of(updates[parameter]).copy_(part)
-
-
-def _refuse_sparse(gradients: Mapping[Tensor, Tensor], options: Mapping[Tensor, Group]) -> None:
-    for parameter, gradient in gradients.items():
-        if gradient.layout != torch.strided:
-            group = options[parameter]
-            index = next(i for i, member in enumerate(group["params"]) if member is parameter)
-            raise RuntimeError(
-                f"parameter {group['param_names'][index]!r} has a sparse gradient, which is not "
-                "supported: build its layer with sparse=False"
-            )
-
-
-def _without_unbatched(fresh: list[tuple[Block, FactorSums]]) -> list[tuple[Block, FactorSums]]:
-    """Give up embeddings that were called once for the whole batch, as position embeddings are.
-
-    Their output is broadcast over the examples and its gradient summed over them, so nothing of a
-    single example is left to build curvature or halves from.
-    """
-    largest = max((sums.examples / sums.passes for _, sums in fresh), default=1)
-    kept = []
-    for block, sums in fresh:
-        if block.layer.indexed and largest > 1 and sums.examples == sums.passes:
-            block.capture.given_up = True
-            block.capture.reset()
-            warnings.warn(
-                f"embedding {block.name!r} is called with one row of indices for the whole batch, "
-                "so it sees no single examples: it follows its plain gradient with momentum. Pass "
-                f"skip=[{block.name!r}] to train it by the fallback rule. (Said once.)",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-        else:
-            kept.append((block, sums))
-    return kept
-
-
-def _rounds(
-    fresh: list[tuple[Block, FactorSums]],
-) -> Iterator[list[tuple[Block, FactorSums]]]:
-    """What to renew together: all, for one host read, unless that costs nothing.
-
-    One at a time, sums go and a decomposition replaces its predecessor before the next needs
-    memory. The list is emptied.
-    """
-    one_by_one = all(block.weight.device.type == "cpu" for block, _ in fresh)
-    while fresh:
-        count = 1 if one_by_one else len(fresh)
-        some, fresh[:count] = fresh[:count], []
-        yield some
-
-
-def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    return tensors[0], tensors[1] if len(tensors) > 1 else None
+# Of curvature renewals, for the costs of a layer, where the user's is a function of the step.
+TYPICAL_INTERVAL = 10
 
 
 class Engine:
     """The blocks of one model, and what the last step found out about them."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, exchange: Exchange) -> None:
         self.settings = settings
+        self.exchange = exchange
         self._curvature = make_curvature(settings.curvature, settings.damping_mode)
         # The blocks of a norm layer are small enough to be damped exactly in any case.
         unitwise = "identity" if settings.curvature == "identity" else "kronecker"
         self._unitwise = make_curvature(unitwise, "exact")
-        halves = "samples" if settings.halves == "auto" else settings.halves
+        halves = settings.halves
+        if halves == "auto":
+            halves = "samples" if exchange.ranks == 1 else "ranks"
+        elif halves == "ranks" and exchange.ranks == 1:
+            raise ValueError(
+                'halves="ranks" takes even and odd ranks of a process group as the two halves, but '
+                'this is a single process: use "samples", or "auto" to have both cases served'
+            )
+        if settings.curvature == "ekfac" and exchange.sharded:
+            raise ValueError(
+                'curvature="ekfac" measures in the eigenbasis while the backward pass runs, and '
+                f"with strategy={settings.strategy!r} a rank has that of its own layers only: use "
+                'strategy="all"'
+            )
         self.plan = CapturePlan(
             halves=halves if settings.needs_halves else "none",
             sharing=settings.sharing,
             max_factor_size=settings.max_factor_size,
             empirical=settings.fisher == "empirical",
             curvature=settings.curvature != "identity",
+            odd_rank=exchange.index % 2 == 1,
         )
         self.blocks: list[Block] = []
         self.coefficients: dict[str, Coefficients] = {}
@@ -197,12 +85,16 @@ class Engine:
         curvature = self._unitwise if capture.layer.observed else self._curvature
         self.blocks.append(Block(name, module_name, capture, curvature))
 
+    def place(self) -> None:
+        """Share out the blocks, once all are added."""
+        every = self.settings.update_every
+        interval = every if isinstance(every, int) else TYPICAL_INTERVAL
+        self.exchange.place(self.blocks, self.plan, interval)
+
     @property
     def curvature_keys(self) -> set[str]:
         """Names of what curvature keeps in the optimizer's state."""
-        return {
-            block.layer.state_prefix + key for block in self.blocks for key in block.curvature.keys
-        }
+        return {key for block in self.blocks for key in block.keys}
 
     def matrices(self) -> list[LayerMatrix]:
         """The shapes that a state has to fit."""
@@ -217,8 +109,7 @@ class Engine:
         """Forget what another curvature, or way of damping, has left in a state."""
         known: dict[Tensor, set[str]] = {}
         for block in self.blocks:
-            keys = {block.layer.state_prefix + key for key in block.curvature.keys}
-            known.setdefault(block.weight, {*RULE_KEYS, "step"}).update(keys)
+            known.setdefault(block.weight, {*RULE_KEYS, "step"}).update(block.keys)
         for weight, keys in known.items():
             own = state.get(weight, {})
             for key in own.keys() - keys:
@@ -233,9 +124,8 @@ class Engine:
             capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
             capture.saw_empty = capture.saw_examples = False
             capture.replaced = capture.bypassed = False
-            capture.curvature_shape = capture.basis = None
-            if block.ready(state):
-                capture.curvature_shape = capture.shape
+            capture.basis = None
+            if block.ready and self.exchange.owns(block):
                 capture.basis = block.curvature.basis(block.state_in(state))
 
     def _phases(self, interval: int) -> Sequence[int]:
@@ -244,63 +134,125 @@ class Engine:
             return [0] * len(self.blocks)
         return phases([block.refresh_cost(self.settings) for block in self.blocks], interval)
 
+    def adopt(self, state: State) -> None:
+        """Keep of a loaded state what this rank is to keep, and agree on what there is."""
+        mine = []
+        for block in self.blocks:
+            owned = self.exchange.owns(block)
+            mine.append((False, owned and self._usable(block, state)))
+            for key in () if owned else block.keys:
+                state.get(block.weight, {}).pop(key, None)
+        _, verdicts = self.exchange.settle(torch.zeros((), device=self._device), mine)
+        self._note(self.blocks, verdicts)
+
+    def _usable(self, block: Block, state: State) -> bool:
+        """Whether this rank has curvature that fits the layer."""
+        return block.curvature.ready(block.state_in(state), block.capture.shape)
+
+    def _note(self, blocks: Sequence[Block], verdicts: Sequence[Verdict]) -> None:
+        for block, (_, ready) in zip(blocks, verdicts, strict=True):
+            block.capture.curvature_shape = block.capture.shape if ready else None
+
+    @property
+    def _device(self) -> torch.device:
+        return self.blocks[0].weight.device if self.blocks else torch.device("cpu")
+
     def reset(self) -> None:
         """Forget what was captured, together with the gradients it belongs to."""
         for block in self.blocks:
             block.capture.reset()
+        self.plan.passes.forget()
+        self.exchange.forget()
 
     def step(self, groups: Iterable[Group], state: State, loss_scale: LossScale | None) -> bool:
         """Change every parameter that has a gradient; True if curvature must be tried again."""
         options = {parameter: group for group in groups for parameter in group["params"]}
-        gradients: Mapping[Tensor, Tensor] = {p: p.grad for p in options if p.grad is not None}
-        _refuse_sparse(gradients, options)
-        active = [block for block in self.blocks if block.weight in gradients]
-        self._check_replaced(gradients)
-        self._check_captured(active, state)
-        self._follow_parameters(gradients, state)
-        self.loss_scale = loss_scale
-        captures = [block.capture for block in active]
-        empty = any(c.saw_empty for c in captures) and not any(c.saw_examples for c in captures)
-        if not gradients or empty:
+        trained = self.exchange.trained(options)
+        gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
+        problem = find_problem(self.blocks, gradients, options)
+        if not trained:
+            if problem is not None:
+                raise problem
             return any(block.capture.refresh_due for block in self.blocks)
-        healthy = self._healthy(gradients.values(), active)
-        gradients = self.unscaled(gradients)
-        retry, healthy = self._refresh(active, options, state, healthy)
-        updates, alignment = self._precondition(active, gradients, options, state)
-        if alignment is not None:
-            healthy = healthy & alignment.isfinite()
-        decoupled = self.settings.decoupled_weight_decay
-        for parameter, gradient in gradients.items():
-            group, own, go = options[parameter], state[parameter], healthy.to(parameter.device)
-            if group["rule"] == "adamw":
-                adamw_step(parameter, gradient, own, group, go)
-            else:
-                update = updates.get(parameter, gradient)
-                momentum_step(parameter, update, own, group, go, decoupled=decoupled)
-        return retry
+        self._follow_parameters(trained, state)
+        self.loss_scale = loss_scale
+        changing = dict.fromkeys(trained)
+        active = [block for block in self.blocks if block.weight in changing]
+        healthy = torch.zeros((), dtype=torch.bool, device=trained[0].device)
+        if problem is None:
+            healthy = self._healthy(gradients, active).to(trained[0].device)
+        report = Report(active, trained, gradients, healthy, loss_scale, problem)
+        totals = self.exchange.total(report)
+        for block in active:
+            if block.capture.bypassed and not block.capture.given_up and block.ready:
+                self._say_bypassed(block)
+        expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
+        reading = totals.read() if expecting else None
+        with_sums = []
+        if reading is not None:
+            check_captured({block: reading.counts[block] for block in expecting})
+            with_sums = [block for block in expecting if reading.counts[block].examples]
+        covered = _covered(active)
+        others = [p for p in trained if covered.get(p, 0) < p.numel()]
+        gathered = self.exchange.gather(
+            Request(active, with_sums, others, totals, self.settings.needs_halves, loss_scale)
+        )
+        failed: list[Block] = []
+        sound = reading is None or reading.healthy
+        if reading is not None and with_sums and sound:
+            self._give_up_unbatched(with_sums, reading)
+            self._look_for_halves(with_sums, reading)
+            failed, sound = self._refresh(with_sums, reading, gathered, options, state)
+        for block in active:
+            block.capture.sums = None
+        directions, healthy, verdicts = self._precondition(
+            active, expecting, failed, gathered, totals, options, state
+        )
+        rest = gathered.gradients(others)
+        updates = dict(zip(rest, self._unscaled(list(rest.values())), strict=True))
+        for parameter in rest:
+            if parameter in covered:  # layers write to their parts of it
+                updates[parameter] = updates[parameter].clone()
+        for block, parts in directions.items():
+            block.write(parts, updates)
+        if not sound:
+            healthy = torch.zeros_like(healthy)
+        self._apply(trained, updates, totals, healthy, options, state)
+        self._note(expecting, verdicts)
+        return not sound or any(has_failed for has_failed, _ in verdicts)
 
-    def unscaled(self, gradients: Mapping[Tensor, Tensor]) -> Mapping[Tensor, Tensor]:
+    def _apply(
+        self,
+        trained: Sequence[Tensor],
+        updates: Mapping[Tensor, Tensor],
+        totals: Totals,
+        healthy: Tensor,
+        options: Mapping[Tensor, Group],
+        state: State,
+    ) -> None:
+        decoupled = self.settings.decoupled_weight_decay
+        for parameter in trained:
+            group, own, go = options[parameter], state[parameter], healthy.to(parameter.device)
+            present = totals.present(parameter)
+            if present is not None:
+                go = go & present.to(go.device)
+            update = updates[parameter]
+            if group["rule"] == "adamw":
+                adamw_step(parameter, update, own, group, go)
+            else:
+                momentum_step(parameter, update, own, group, go, decoupled=decoupled)
+
+    def _unscaled(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients without the loss scale of mixed precision, where they still carry it."""
         if self.loss_scale is None or self.loss_scale.inverse is None:
             return gradients
         inverse = self.loss_scale.inverse
-        return {p: grad * inverse.to(grad) for p, grad in gradients.items()}
+        return [gradient * inverse.to(gradient) for gradient in gradients]
 
-    def _check_replaced(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        for block in self.blocks:
-            # A frozen weight has no gradient either, and may be stood in for by functional_call.
-            trained = block.weight.requires_grad
-            if block.capture.replaced and trained and block.weight not in gradients:
-                raise RuntimeError(
-                    f"the weight of layer {block.name!r} was replaced by another parameter after "
-                    "the optimizer was built, so the new one would not be trained: build the "
-                    "optimizer again, or change the weight in place (weight.data.copy_(...))"
-                )
-
-    def _follow_parameters(self, gradients: Mapping[Tensor, Tensor], state: State) -> None:
+    def _follow_parameters(self, trained: Iterable[Tensor], state: State) -> None:
         """Move state along with a model that was moved or cast after the optimizer was built."""
         precise = self.curvature_keys
-        for parameter in gradients:
+        for parameter in trained:
             own = state.get(parameter, {})
             for key, value in own.items():
                 if not isinstance(value, Tensor) or key == "step":
@@ -309,30 +261,9 @@ class Engine:
                 if value.device != parameter.device or value.dtype != dtype:
                     own[key] = value.to(parameter.device, dtype)
 
-    def _check_captured(self, active: list[Block], state: State) -> None:
-        if not self.plan.curvature:
-            return
-        for block in active:
-            capture = block.capture
-            excused = capture.given_up or (capture.saw_empty and not capture.saw_examples)
-            if capture.bypassed and not excused and block.ready(state):
-                self._say_bypassed(block)
-            if not (capture.has_sums() or excused or block.ready(state)):
-                raise RuntimeError(
-                    f"layer {block.name!r} has a gradient, but no backward pass through the module "
-                    "was seen, so there is no curvature to precondition it with. Either the model "
-                    "was compiled by torch.compile and called before the optimizer was built, or "
-                    "one like it was, and its graph has no hooks (build the optimizer first, or "
-                    "call torch.compiler.reset()), or its weight is used without the module "
-                    "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand, or, "
-                    'with fisher="mc" or "exact", the model given to the optimizer was not called. '
-                    f"Call the module, or pass skip=[{block.module_name!r}] to use the fallback "
-                    "rule."
-                )
-
-    def _healthy(self, gradients: Iterable[Tensor], active: list[Block]) -> Tensor:
-        """Whether everything this step rests on is finite: a 0-dimensional flag on the device."""
-        tensors = list(gradients)
+    def _healthy(self, gradients: Mapping[Tensor, Tensor], active: list[Block]) -> Tensor:
+        """Whether everything this rank brings is finite: a 0-dimensional flag on the device."""
+        tensors = list(gradients.values())
         for block in active:
             tensors += block.capture.tensors()
         healthy = all_finite(tensors)
@@ -340,27 +271,57 @@ class Engine:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
 
-    def _refresh(
-        self, active: list[Block], options: Mapping[Tensor, Group], state: State, healthy: Tensor
-    ) -> tuple[bool, Tensor]:
-        """Take the captured sums into the curvature.
+    def _give_up_unbatched(self, fresh: list[Block], reading: Reading) -> None:
+        """Give up embeddings that were called once for the whole batch, as position embeddings are.
 
-        True if that has to be repeated; and whether the step, with the factors, is sound.
+        Their output is broadcast over the examples and its gradient summed over them, so nothing of
+        a single example is left to build curvature or halves from.
         """
-        fresh = _without_unbatched(
-            [(block, sums) for block in active if (sums := block.capture.take_sums()) is not None]
-        )
-        if not fresh:
-            return False, healthy
-        for block, sums in fresh:
+        counts = {block: reading.counts[block] for block in fresh}
+        largest = max((c.examples / c.passes for c in counts.values()), default=1)
+        for block, count in counts.items():
+            if block.layer.indexed and largest > 1 and count.examples == count.passes:
+                block.capture.given_up = True
+                block.capture.reset()
+                warnings.warn(
+                    f"embedding {block.name!r} is called with one row of indices for the whole "
+                    "batch, so it sees no single examples: it follows its plain gradient with "
+                    f"momentum. Pass skip=[{block.name!r}] to train it by the fallback rule. (Said "
+                    "once.)",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+
+    def _refresh(
+        self,
+        fresh: list[Block],
+        reading: Reading,
+        gathered: Gathered,
+        options: Mapping[Tensor, Group],
+        state: State,
+    ) -> tuple[list[Block], bool]:
+        """Take the gathered sums into the curvature.
+
+        Returns the layers where that failed, and whether the factors of all ranks are sound.
+        """
+        mine = [
+            (block, gathered.sums(block, reading.counts[block]))
+            for block in fresh
+            if self.exchange.owns(block) and not block.capture.given_up
+        ]
+        for block in fresh:
+            block.capture.sums = None
+        for block, sums in mine:
             self._scale(block, sums)
-        factors = [t for _, sums in fresh for t in sums.bounds()]
-        healthy = healthy & all_finite(factors).to(healthy.device)
-        if not bool(healthy):
-            return True, healthy
-        self._say_unexplained([block for block, _ in fresh])
-        failed = []
-        for some in _rounds(fresh):
+        factors = [t for _, sums in mine for t in sums.bounds()]
+        # Sums that are finite on each rank may not be so together, or once they are scaled.
+        unsound = bool(factors) and not bool(all_finite(factors))
+        _, agreed = self.exchange.settle(torch.zeros((), device=self._device), [(unsound, False)])
+        if agreed[0][0]:
+            return [], False
+        self._say_unexplained(fresh)
+        failed: list[Block] = []
+        for some in _rounds(mine):
             failed += self._renew(some, options, state)
         if failed:
             warnings.warn(
@@ -370,7 +331,7 @@ class Engine:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return bool(failed), healthy
+        return failed, True
 
     def _renew(
         self, fresh: list[tuple[Block, FactorSums]], options: Mapping[Tensor, Group], state: State
@@ -378,6 +339,7 @@ class Engine:
         """Factors into moving averages, and those into metrics; the layers where that failed."""
         jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
         for block, sums in fresh:
+            state[block.weight]  # exists from now on
             own, decay = block.state_in(state), self.settings.factor_decay
             block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
             if sums.squares is not None:
@@ -413,6 +375,7 @@ class Engine:
             rows=sums.rows,
             sharing=settings.sharing,
             reduction=reduction,
+            ranks=self.exchange.ranks,
         )
         sums.inputs.mul_(of_inputs)
         quadratic = [sums.outputs] if sums.squares is None else [sums.outputs, sums.squares]
@@ -423,51 +386,84 @@ class Engine:
             torch._foreach_mul_(quadratic, scale.to(sums.outputs) ** 2)  # first: it only shrinks
         sums.outputs.mul_(of_outputs)
         if sums.squares is not None:
-            sums.squares.mul_(square_scale(examples=sums.examples, reduction=reduction))
+            of_squares = square_scale(
+                examples=sums.examples, reduction=reduction, ranks=self.exchange.ranks
+            )
+            sums.squares.mul_(of_squares)
 
     def _precondition(
         self,
         active: list[Block],
-        gradients: Mapping[Tensor, Tensor],
+        expecting: list[Block],
+        failed: Sequence[Block],
+        gathered: Gathered,
+        totals: Totals,
         options: Mapping[Tensor, Group],
         state: State,
-    ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
-        """Updates of the layers' parameters, clipped together, and the sum the clip rests on."""
-        directions: list[tuple[Block, Tensor]] = []
-        alignments: list[Tensor] = []
+    ) -> tuple[Mapping[Block, Sequence[Tensor]], Tensor, list[Verdict]]:
+        """The layers' updates, clipped together, and whether they are sound."""
         self.coefficients, self.clip = {}, None
-        for block in active:
-            if block.ready(state):
-                metric = block.curvature.metric(block.state_in(state))
-                update, found = self._direction(block, gradients, metric)
-                directions.append((block, update))
-                self.coefficients[block.name] = found
-                alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)
-        if not directions:
-            return {}, None
-        alignment = torch.stack([term.to(alignments[0]) for term in alignments]).sum()
+        healthy = totals.healthy
+        alignments: list[Tensor] = [torch.zeros((), device=healthy.device)]
+
+        def compute(block: Block) -> Sequence[Tensor]:
+            average = self._unscaled(gathered.average(block))
+            if not self._usable(block, state):
+                return average
+            metric = block.curvature.metric(block.state_in(state))
+            update, found = self._direction(block, average, gathered, metric)
+            self.coefficients[block.name] = found
+            alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)
+            return block.split(update)
+
+        wait = self.exchange.share(active, compute)
+        total = torch.stack([term.to(alignments[-1]) for term in alignments]).sum()
+        mine = [
+            (block in failed, self.exchange.owns(block) and self._usable(block, state))
+            for block in expecting
+        ]
+        alignment, verdicts = self.exchange.settle(total, mine)
+        plain = {block for block, (_, ready) in zip(expecting, verdicts, strict=True) if not ready}
         if self.settings.kl_clip is not None:
             self.clip = (self.settings.kl_clip / alignment.abs()).sqrt().clamp(max=1.0)
-        updates: dict[Tensor, Tensor] = {}
-        for block, update in directions:
-            if self.clip is not None:
-                update.mul_(self.clip.to(update))
-            block.write(update, updates, gradients)
-        return updates, alignment
+        directions = wait()
+        for block, parts in directions.items():
+            preconditioned = block not in plain if block in expecting else block.ready
+            if self.clip is not None and preconditioned:
+                for part in parts:
+                    part.mul_(self.clip.to(part))
+        return directions, healthy & alignment.isfinite().to(healthy.device), verdicts
 
     def _direction(
-        self, block: Block, gradients: Mapping[Tensor, Tensor], metric: Metric
+        self, block: Block, average: Sequence[Tensor], gathered: Gathered, metric: Metric
     ) -> tuple[Tensor, Coefficients]:
         settings = self.settings
-        average = block.average(gradients)
+        matrix = block.matrix(average)
         difference = None
         if settings.needs_halves:
-            difference = block.difference(average, self.loss_scale)
+            examples = gathered.examples(block)
+            difference = _difference(block, matrix, gathered)
             if difference is None:
-                self._say_no_halves(block)
+                self._say_no_halves(block, *examples)
         return fop_update(
-            average, difference, metric, settings.beta, settings.eta, settings.total_weight
+            matrix, difference, metric, settings.beta, settings.eta, settings.total_weight
         )
+
+    def recall(self, block: Block) -> tuple[Tensor, Tensor | None, tuple[Number, Number]] | None:
+        """a, d and the examples of both halves; None where the gradient is gone or elsewhere."""
+        gathered = self.exchange.recall(block)
+        if gathered is None:
+            return None
+        average = block.matrix(self._unscaled(gathered.average(block)))
+        return average, _difference(block, average, gathered), gathered.examples(block)
+
+    def _look_for_halves(self, fresh: list[Block], reading: Reading) -> None:
+        if not self.settings.needs_halves:
+            return
+        for block in fresh:
+            counts = reading.counts[block]
+            if 0 in (counts.first, counts.second):
+                self._say_no_halves(block, counts.first, counts.second)
 
     def _say_unknown_scale(self) -> None:
         if self._said_unknown_scale:
@@ -516,16 +512,47 @@ class Engine:
                 )
                 return
 
-    def _say_no_halves(self, block: Block) -> None:
-        if self._said_no_halves:
+    def _say_no_halves(self, block: Block, first: Number, second: Number) -> None:
+        if self._said_no_halves or block.capture.given_up or first == second == 0:
             return
         self._said_no_halves = True
-        first, second = block.capture.examples
         warnings.warn(
-            f"layer {block.name!r} saw {first} and {second} examples in the two halves of this "
-            "step's batch: with an empty half there is nothing to project, and such steps are KFAC "
-            'steps. Use at least two examples a step, or, with halves="microbatches", two backward '
-            "passes. (Said once.)",
+            f"layer {block.name!r} saw {int(first)} and {int(second)} examples in the two halves "
+            "of this step's batch: with an empty half there is nothing to project, and such steps "
+            'are KFAC steps. Use at least two examples a step, or, with halves="microbatches", two '
+            'backward passes, or, with halves="ranks", examples on even and on odd ranks. (Said '
+            "once.)",
             RuntimeWarning,
             stacklevel=5,
         )
+
+
+def _rounds(
+    fresh: list[tuple[Block, FactorSums]],
+) -> Iterator[list[tuple[Block, FactorSums]]]:
+    """What to renew together: all, for one host read, unless that costs nothing.
+
+    One at a time, sums go and a decomposition replaces its predecessor before the next needs
+    memory. The list is emptied.
+    """
+    one_by_one = all(block.weight.device.type == "cpu" for block, _ in fresh)
+    while fresh:
+        count = 1 if one_by_one else len(fresh)
+        some, fresh[:count] = fresh[:count], []
+        yield some
+
+
+def _covered(blocks: Iterable[Block]) -> dict[Tensor, int]:
+    """How many entries of each parameter belong to one of the layers."""
+    covered: dict[Tensor, int] = {}
+    for block in blocks:
+        parameters = block.parameters
+        for parameter, part in zip(parameters, block.parts(parameters), strict=True):
+            covered[parameter] = covered.get(parameter, 0) + part.numel()
+    return covered
+
+
+def _difference(block: Block, average: Tensor, gathered: Gathered) -> Tensor | None:
+    return block.difference(
+        average, gathered.signed(block), gathered.examples(block), gathered.rescaling(block)
+    )

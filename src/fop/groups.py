@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fop.layers import ROLES, Layer, ProjectionLayer, Role, attention_parameters, layer_for
@@ -197,16 +198,21 @@ def describe_modules(model: nn.Module, parameter_names: Iterable[str]) -> str:
 
 
 def check_model(model: object) -> nn.Module:
-    """The module itself, without a compiled wrapper; raises where there is nothing to optimize."""
+    """The module itself, without wrappers; raises where there is nothing to optimize."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, "
             "not its parameters, because the optimizer watches the layers; group parameters with "
             "param_groups=[...]"
         )
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
+    inner, _ = unwrapped(model)
     for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "placements"):  # a DTensor; importing the class takes long
+            raise NotImplementedError(
+                f"parameter {name!r} is a DTensor with placements {parameter.placements}: models "
+                "sharded by FSDP2 (fully_shard) or tensor parallelism are not supported yet. Use "
+                "DistributedDataParallel; fop shards its own curvature over the ranks"
+            )
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
                 f"parameter {name!r} of a lazy module has no shape yet: run one forward pass "
@@ -217,6 +223,20 @@ def check_model(model: object) -> nn.Module:
             f"model {type(inner).__name__} has no parameters: there is nothing to optimize"
         )
     return inner
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The module inside torch.compile and DistributedDataParallel, and the latter if there is."""
+    wrapper = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            wrapper = model
+            inner: Any = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model, wrapper
+        model = inner
 
 
 def build_groups(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.checkpoints import STATE_FORMAT, check_state
+from fop.distributed import join_group
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
@@ -24,11 +25,15 @@ from fop.groups import (
     check_model,
     describe_modules,
     find_layers,
+    unwrapped,
 )
 from fop.hooks import is_watched, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DEFAULT_ADAMW_LR = 1e-3
 
@@ -54,10 +59,10 @@ class SecondOrderOptimizer(Optimizer):
         fallback_lr: float | None,
         skip: Skip | Iterable[Skip],
         param_groups: Sequence[Mapping[str, Any]] | None,
+        process_group: ProcessGroup | None,
     ) -> None:
         defaults = dict(options)
         check_group(defaults)
-        _check_single_process()
         self._model = check_model(model)
         self._settings = settings
         self._skip = skip
@@ -67,9 +72,15 @@ class SecondOrderOptimizer(Optimizer):
         groups = build_groups(self._model, preconditioned, param_groups, fallback)
         progress = {"steps": 0, "refresh_overdue": False, "state_format": STATE_FORMAT}
         super().__init__(groups, {**defaults, **progress})
-        self._attach(layers)
+        _, wrapper = unwrapped(model)
+        self._attach(layers, wrapper, process_group)
 
-    def _attach(self, layers: Sequence[FoundLayer]) -> None:
+    def _attach(
+        self,
+        layers: Sequence[FoundLayer],
+        wrapper: DistributedDataParallel | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
         """Build the engine and watch the layers; the hooks go when the optimizer does."""
         taken = [
             found.name for found in layers if any(is_watched(use.module) for use in found.uses)
@@ -80,7 +91,11 @@ class SecondOrderOptimizer(Optimizer):
                 "optimizer a model, or delete the first one (del optimizer) before building the "
                 "next; use param_groups for different settings"
             )
-        self._engine = Engine(self._settings)
+        settings = self._settings
+        self._exchange = join_group(
+            self._model, wrapper, process_group, settings.strategy, settings.difference_dtype
+        )
+        self._engine = Engine(settings, self._exchange)
         # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
         self._engine_step = torch.compiler.disable(self._engine.step)
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
@@ -102,7 +117,9 @@ class SecondOrderOptimizer(Optimizer):
                     handles.append(watch_module(use.module, capture, *how))
         names = {module: name for name, module in self._model.named_modules()}
         handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
-        settings = self._settings
+        self._consolidated: dict[Tensor, dict[str, Any]] | None = None
+        self._engine.place()
+        self._engine.adopt(self.state)
         self._extra_pass = None
         if self._engine.plan.curvature and settings.fisher != "empirical":
             captures = [block.capture for block in self._engine.blocks]
@@ -138,6 +155,7 @@ class SecondOrderOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         retry = self._engine_step(self.param_groups, self.state, self._loss_scale())
+        self._consolidated = None
         for group in self.param_groups:
             group["steps"] += 1
             group["refresh_overdue"] = retry
@@ -165,11 +183,54 @@ class SecondOrderOptimizer(Optimizer):
         super().add_param_group(param_group)
         check_group(self.param_groups[-1])
 
+    def consolidate_state_dict(self, to: int | None = None) -> None:
+        """Bring together the curvature that the ranks keep, on rank `to` or, by default, on all.
+
+        All ranks must call this, each time before `state_dict()`. Not needed on one process or with
+        strategy="all".
+        """
+        if to is not None and not 0 <= to < self._exchange.ranks:
+            raise ValueError(f"to must be a rank from 0 to {self._exchange.ranks - 1}, got {to!r}")
+        mine = {
+            index: {
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in self.state.get(block.weight, {}).items()
+                if key in block.keys
+            }
+            for index, block in enumerate(self._engine.blocks)
+            if self._exchange.owns(block)
+        }
+        parts = self._exchange.collect(mine, to)
+        if parts is not None:
+            blocks = self._engine.blocks
+            self._consolidated = {}
+            for index, curvature in ((i, c) for part in parts if part for i, c in part.items()):
+                self._consolidated.setdefault(blocks[index].weight, {}).update(curvature)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim; with several ranks, after `consolidate_state_dict()`."""
+        packed = super().state_dict()
+        if not self._exchange.sharded or self.steps == 0:
+            return packed
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self._exchange.index} keeps the curvature of some layers only: call "
+                "optimizer.consolidate_state_dict() on all ranks after the last step and before "
+                "state_dict(), or consolidate_state_dict(to=0) to save on rank 0, or use strategy="
+                '"all"'
+            )
+        for number, parameter in self._numbered(packed):
+            curvature = self._consolidated.get(parameter)
+            if curvature:
+                packed["state"][number] = {**packed["state"].get(number, {}), **curvature}
+        return packed
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; training continues bit for bit as from where it was saved.
 
         A state that does not belong to this optimizer is refused and changes nothing. Curvature
-        saved under another `damping_mode` goes on from its moving averages.
+        saved under another `damping_mode` goes on from its moving averages. With several ranks, all
+        of them load the whole state; their number may be another than when it was saved.
         """
         check_state(state_dict, self.param_groups, self._engine.matrices())
         before = {"state": self.state, "param_groups": self.param_groups}
@@ -181,19 +242,25 @@ class SecondOrderOptimizer(Optimizer):
             raise
         for group in self.param_groups:
             group["state_format"] = STATE_FORMAT
+        self._consolidated = None
         self._engine.drop_foreign(self.state)
+        self._engine.adopt(self.state)
         self._engine_reset()
         self._prepare()
 
     def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
         """Undo torch's cast of all state to the parameter's type, which may be half precision."""
-        order = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(order, parameters, strict=True):
+        for number, parameter in self._numbered(state_dict):
             for key in self._engine.curvature_keys:
                 value = state_dict["state"].get(number, {}).get(key)
                 if isinstance(value, Tensor):
                     self.state[parameter][key] = value.detach().clone().to(parameter.device)
+
+    def _numbered(self, state_dict: Mapping[str, Any]) -> Iterable[tuple[int, Tensor]]:
+        """The parameters with their numbers in a state_dict."""
+        order = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return zip(order, parameters, strict=True)
 
     def _loss_scale(self) -> LossScale | None:
         """What GradScaler.step() has attached for the time of this step."""
@@ -268,14 +335,23 @@ class FOP(SecondOrderOptimizer):
             halves' losses.
         kl_clip: Largest KL divergence, roughly, that a step may cause; None for no limit.
         loss_reduction: Whether the loss is the "mean" or the "sum" over the examples of a step.
-        halves: "samples" splits every micro-batch, "microbatches" takes alternate backward passes.
-            "auto" is "samples".
+        halves: "samples" splits every micro-batch, "microbatches" takes alternate backward passes,
+            "ranks" takes even and odd ranks. "auto" is "ranks" with several of them, else
+            "samples".
         curvature: "kronecker"; "ekfac" for eigenvalues corrected in the Kronecker basis, damped
-            exactly whatever `damping_mode` is; or "identity" for none.
+            exactly whatever `damping_mode` is (with several ranks, it needs strategy="all"); or
+            "identity" for none.
         fallback: Rule for all other parameters: "sgd" with the options above, or "adamw".
         fallback_lr: Learning rate of the fallback; by default `lr` for "sgd" and 1e-3 for "adamw".
         norms: Normalisation layers by the "fallback", or "unitwise": with the exact curvature of
             each scale and shift, a 2 x 2 matrix.
+        strategy: How several ranks share curvature. "owner": each layer's is kept and used by one
+            of them (least memory); "all": by every rank (least latency); a number k: by one of
+            every k, say, those of a host.
+        difference_dtype: Type in which the difference of the halves travels between ranks, say
+            torch.bfloat16; None for that of the parameters.
+        process_group: The ranks that train this model together; None for all of them, or those of
+            DistributedDataParallel.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
             their own lr, momentum,
@@ -305,11 +381,14 @@ class FOP(SecondOrderOptimizer):
         total: Literal["mean", "sum"] = "mean",
         kl_clip: float | None = 1e-3,
         loss_reduction: Literal["mean", "sum"] = "mean",
-        halves: Literal["auto", "samples", "microbatches"] = "auto",
+        halves: Literal["auto", "samples", "microbatches", "ranks"] = "auto",
         curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
         fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",
+        strategy: Literal["owner", "all"] | int = "owner",
+        difference_dtype: torch.dtype | None = None,
+        process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -332,6 +411,8 @@ class FOP(SecondOrderOptimizer):
             fallback=fallback,
             norms=norms,
             decoupled_weight_decay=decoupled_weight_decay,
+            strategy=strategy,
+            difference_dtype=difference_dtype,
         )
         options = {
             "lr": lr,
@@ -340,7 +421,7 @@ class FOP(SecondOrderOptimizer):
             "nesterov": nesterov,
             "damping": damping,
         }
-        super().__init__(model, settings, options, fallback_lr, skip, param_groups)
+        super().__init__(model, settings, options, fallback_lr, skip, param_groups, process_group)
 
 
 class KFAC(SecondOrderOptimizer):
@@ -370,6 +451,8 @@ class KFAC(SecondOrderOptimizer):
         fallback: Literal["sgd", "adamw"] = "sgd",
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",
+        strategy: Literal["owner", "all"] | int = "owner",
+        process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -390,6 +473,7 @@ class KFAC(SecondOrderOptimizer):
             fallback=fallback,
             norms=norms,
             decoupled_weight_decay=decoupled_weight_decay,
+            strategy=strategy,
         )
         options = {
             "lr": lr,
@@ -398,7 +482,7 @@ class KFAC(SecondOrderOptimizer):
             "nesterov": nesterov,
             "damping": damping,
         }
-        super().__init__(model, settings, options, fallback_lr, skip, param_groups)
+        super().__init__(model, settings, options, fallback_lr, skip, param_groups, process_group)
 
 
 def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
@@ -408,18 +492,6 @@ def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
     elif lr is not None:
         options["lr"] = lr
     return options
-
-
-def _check_single_process() -> None:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    ranks = torch.distributed.get_world_size()
-    if ranks > 1:
-        raise NotImplementedError(
-            f"this version of fop trains in one process, but the process group has {ranks} ranks: "
-            "each would follow its own curvature and the replicas would drift apart. Train in one "
-            "process with gradient accumulation."
-        )
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

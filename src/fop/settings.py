@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 Interval = int | Callable[[int], int]
 Coefficient = float | Literal["adaptive"]
 
@@ -41,6 +43,8 @@ class Settings:
     norms: str = "fallback"
     decoupled_weight_decay: bool = False
     stagger: bool = False
+    strategy: str | int = "owner"
+    difference_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _one_of("damping_mode", self.damping_mode, ("factored", "exact"))
@@ -49,7 +53,7 @@ class Settings:
         _one_of("sharing", self.sharing, ("expand", "reduce"))
         _one_of("total", self.total, ("mean", "sum"))
         _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        _one_of("halves", self.halves, ("auto", "samples", "microbatches"))
+        _one_of("halves", self.halves, ("auto", "samples", "microbatches", "ranks"))
         _one_of("curvature", self.curvature, ("kronecker", "ekfac", "identity"))
         _one_of("fallback", self.fallback, ("sgd", "adamw"))
         _one_of("norms", self.norms, ("fallback", "unitwise"))
@@ -66,6 +70,16 @@ class Settings:
         if not callable(self.update_every):
             _whole(self.update_every, "update_every", "steps or a function of the step")
         _whole(self.max_factor_size, "max_factor_size", "rows")
+        if isinstance(self.strategy, str):
+            _one_of("strategy", self.strategy, ("owner", "all"))
+        else:
+            _whole(self.strategy, "strategy", 'ranks, or "owner" or "all"')
+        dtype: Any = self.difference_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                "difference_dtype must be a floating point torch.dtype or None (that of the "
+                f"parameters), got {dtype!r}"
+            )
 
     @property
     def needs_halves(self) -> bool:

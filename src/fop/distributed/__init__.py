@@ -1,0 +1,29 @@
+"""How the ranks of a process group share a step: placement, messages, and who keeps what."""
+
+from __future__ import annotations
+
+from fop.distributed.base import (
+    Counts,
+    Exchange,
+    Gathered,
+    Reading,
+    Report,
+    Request,
+    Totals,
+    Verdict,
+)
+from fop.distributed.local import Local
+from fop.distributed.setup import join_group
+
+__all__ = [
+    "Counts",
+    "Exchange",
+    "Gathered",
+    "Local",
+    "Reading",
+    "Report",
+    "Request",
+    "Totals",
+    "Verdict",
+    "join_group",
+]

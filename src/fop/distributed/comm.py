@@ -1,0 +1,206 @@
+"""Collectives of our own process groups: named in errors, counted in bytes, never blocking.
+
+R ranks stand in rows of k. A row shares out the layers among its members; the ranks that own the
+same layers, one of each row, form a column:
+
+    k = R   one row: each layer has one owner ("owner", least memory)
+    k = 1   R rows: everybody owns everything ("all", least latency)
+    k       e.g. the accelerators of a host: factors k-fold sharded, updates travel within the host
+
+The groups are not the user's, so that no message can be taken for one of DistributedDataParallel's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Handle(Protocol):
+    def wait(self) -> None:
+        """Return when the result is there, or, on accelerators, will be for what comes next."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class Comm:
+    """The ranks that share a model, and this one's place among them."""
+
+    def __init__(self, group: dist.ProcessGroup, row_size: int) -> None:
+        members = dist.get_process_group_ranks(group)
+        self.ranks, self.index = len(members), dist.get_rank(group)
+        self.row_size, self.rows = row_size, self.ranks // row_size
+        self.row, self.place = divmod(self.index, row_size)
+        self.sent: Counter[str] = Counter()  # bytes, by what they were for
+        self.under_way: list[_Pending] = []  # the latest messages, for errors
+        self._all = _Ring(group, range(self.ranks), self)
+        rows = [range(r * row_size, (r + 1) * row_size) for r in range(self.rows)]
+        columns = [range(place, self.ranks, row_size) for place in range(row_size)]
+        self._row = self._ring(group, rows)
+        self._column = self._ring(group, columns)
+
+    def _ring(self, group: dist.ProcessGroup, parts: Sequence[range]) -> _Ring:
+        mine = None
+        for part in parts:  # all ranks make all groups, in one order
+            if len(part) == self.ranks:
+                return self._all
+            ring = _Ring(group, part, self)
+            mine = ring if self.index in part else mine
+        assert mine is not None
+        return mine
+
+    def sum_of_all(self, tensor: Tensor, what: str) -> Handle:
+        """Onto every rank, in place."""
+        return self._all.all_reduce(tensor, what)
+
+    def largest_of_all(self, tensor: Tensor, what: str) -> Handle:
+        """Elementwise, onto every rank, in place."""
+        return self._all.all_reduce(tensor, what, dist.ReduceOp.MAX)
+
+    def reduce_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
+        """The row's sum onto its owner, in place; elsewhere the tensor is left undefined."""
+        return self._row.reduce(tensor, owner, what)
+
+    def sum_of_column(self, tensor: Tensor, what: str) -> Handle:
+        return self._column.all_reduce(tensor, what)
+
+    def broadcast_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
+        return self._row.broadcast(tensor, owner, what)
+
+    def broadcast_to_all(self, tensor: Tensor, what: str) -> Handle:
+        """From the first rank."""
+        return self._all.broadcast(tensor, 0, what)
+
+    def gather_objects(self, mine: Any, to: int | None) -> list[Any] | None:
+        """Of all ranks, on rank `to` or, if it is None, on every rank; None elsewhere."""
+        return self._all.gather_objects(mine, to)
+
+
+class _Ring:
+    """One process group; bytes are those of ring and chain algorithms, the mean over its ranks."""
+
+    def __init__(self, base: dist.ProcessGroup, part: range, comm: Comm) -> None:
+        members = dist.get_process_group_ranks(base)
+        self._members = [members[index] for index in part]
+        self._comm = comm
+        # Where only a part of the world trains this model, the others can't be asked to join in.
+        everybody = len(members) == dist.get_world_size()
+        self._group = None
+        if len(part) > 1 and (everybody or comm.index in part):
+            self._group = dist.new_group(
+                self._members,
+                timeout=_timeout(base),
+                use_local_synchronization=not everybody,
+            )
+
+    def all_reduce(
+        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Handle:
+        if self._group is None:
+            return _Done()
+        self._count(what, tensor, 2)
+        with _Named(self._comm, "all-reduce", what):
+            work = dist.all_reduce(tensor, op, group=self._group, async_op=True)
+            return self._handle(work, "all-reduce", what)
+
+    def reduce(self, tensor: Tensor, place: int, what: str) -> Handle:
+        if self._group is None:
+            return _Done()
+        self._count(what, tensor, 1)
+        with _Named(self._comm, "reduce", what):
+            work = dist.reduce(tensor, self._members[place], group=self._group, async_op=True)
+            return self._handle(work, "reduce", what)
+
+    def broadcast(self, tensor: Tensor, place: int, what: str) -> Handle:
+        if self._group is None:
+            return _Done()
+        self._count(what, tensor, 1)
+        with _Named(self._comm, "broadcast", what):
+            work = dist.broadcast(tensor, self._members[place], group=self._group, async_op=True)
+            return self._handle(work, "broadcast", what)
+
+    def gather_objects(self, mine: Any, to: int | None) -> list[Any] | None:
+        if self._group is None:
+            return [mine]
+        received: list[Any] = [None] * len(self._members)
+        with _Named(self._comm, "gather", "the optimizer's state"):
+            if to is None:
+                dist.all_gather_object(received, mine, group=self._group)
+                return received
+            here = to == self._comm.index
+            dist.gather_object(
+                mine, received if here else None, self._members[to], group=self._group
+            )
+        return received if here else None
+
+    def _handle(self, work: dist.Work | None, operation: str, what: str) -> Handle:
+        if work is None:
+            return _Done()
+        pending = _Pending(work, _Named(self._comm, operation, what))
+        comm = self._comm
+        comm.under_way = [*(p for p in comm.under_way if not p.completed()), pending]
+        return pending
+
+    def _count(self, what: str, tensor: Tensor, passes: int) -> None:
+        size = len(self._members)
+        numbytes = passes * tensor.numel() * tensor.element_size() * (size - 1) / size
+        self._comm.sent[what.partition(" of ")[0]] += round(numbytes)
+
+
+class _Named:
+    """Says which rank, operation and layers an error of a collective is about."""
+
+    def __init__(self, comm: Comm, operation: str, what: str) -> None:
+        self._comm, self._operation, self._what = comm, operation, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            # A failure ends them all, so which of them came through can't be told any more.
+            others = "; ".join(map(str, self._comm.under_way)) or "none"
+            raise RuntimeError(
+                f"rank {self._comm.index} of {self._comm.ranks}: {self} failed. Messages under "
+                f"way: {others}. Another rank has died, hangs, or took a different number of "
+                "backward passes or steps; its own output tells why. (The time-out is that of "
+                f"init_process_group.) The back end says: {error}"
+            ) from error
+
+    def __str__(self) -> str:
+        return f"{self._operation} of {self._what}"
+
+
+class _Pending:
+    def __init__(self, work: dist.Work, named: _Named) -> None:
+        self._work, self._named = work, named
+
+    def wait(self) -> None:
+        with self._named:
+            self._work.wait()
+
+    def completed(self) -> bool:
+        return self._work.is_completed()
+
+    def __str__(self) -> str:
+        return str(self._named)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """That of the user's group; torch has no public way to ask, and its default is another."""
+    for device in ("cuda", "cpu"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,97 @@
+"""Whether, and with whom, an optimizer shares its steps; how the ranks come to equal models."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fop.distributed.base import Exchange
+from fop.distributed.local import Local
+
+if TYPE_CHECKING:
+    from fop.distributed.comm import Comm
+
+
+def join_group(
+    model: nn.Module,
+    wrapper: DistributedDataParallel | None,
+    group: dist.ProcessGroup | None,
+    strategy: str | int,
+    difference_dtype: torch.dtype | None,
+) -> Exchange:
+    """The exchange with all ranks of the process group, if there is one with more than one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Local()
+    # Not before it is known that this torch has them.
+    from fop.distributed.comm import Comm
+    from fop.distributed.shared import Shared
+
+    if wrapper is not None:
+        if group is not None and group is not wrapper.process_group:
+            raise ValueError(
+                "process_group differs from the one of DistributedDataParallel: leave it out, the "
+                "wrapper's is used"
+            )
+        group = wrapper.process_group
+    if group is None:
+        group = dist.group.WORLD
+    assert group is not None
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return Local()
+    comm = Comm(group, row_size(strategy, ranks))
+    _check_alike(model, comm)
+    if wrapper is None:
+        _broadcast(model, comm)
+    return Shared(comm, wrapper, difference_dtype)
+
+
+def row_size(strategy: str | int, ranks: int) -> int:
+    """How many ranks share out the layers among themselves."""
+    if isinstance(strategy, str):
+        return ranks if strategy == "owner" else 1
+    if ranks % strategy:
+        divisors = [k for k in range(1, ranks + 1) if ranks % k == 0]
+        raise ValueError(
+            f"strategy={strategy} must divide the number of ranks, {ranks}: choose one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    return strategy
+
+
+def _check_alike(model: nn.Module, comm: Comm) -> None:
+    """Raise on all ranks if their models differ: later messages would not fit."""
+    text = "".join(
+        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n"
+        for name, p in model.named_parameters()
+    )
+    (number,) = struct.unpack("<I", hashlib.sha256(text.encode()).digest()[:4])
+    device = next(model.parameters()).device
+    values = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    comm.largest_of_all(values, "check of all layers").wait()
+    largest, smallest = values.tolist()
+    if largest != -smallest:
+        raise ValueError(
+            f"rank {comm.index}: the ranks' models have different parameters (names, shapes, types "
+            "or requires_grad): build the same model on every rank"
+        )
+
+
+def _broadcast(model: nn.Module, comm: Comm) -> None:
+    """Start all ranks from the first one's parameters and buffers, as DDP does."""
+    with torch.no_grad():
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+        handles = []
+        for tensor in tensors:
+            buffer = tensor.contiguous()
+            handles.append((tensor, buffer, comm.broadcast_to_all(buffer, "model of all layers")))
+        for tensor, buffer, handle in handles:
+            handle.wait()
+            if buffer is not tensor:
+                tensor.copy_(buffer)

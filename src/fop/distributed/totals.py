@@ -1,0 +1,74 @@
+"""What all ranks must know about a step before it is taken, in one small message."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, fields
+
+import torch
+from torch import Tensor
+
+from fop.block import Block
+from fop.distributed.base import Counts, Reading, Report
+from fop.distributed.comm import Comm, Handle
+from fop.scaling import Number
+
+COUNTS = len(fields(Counts))
+
+
+class SummedTotals:
+    """One vector: counts of each layer, presence of parameters if asked for, and four flags."""
+
+    def __init__(self, report: Report, comm: Comm, *, presence: bool) -> None:
+        self._places = {block: COUNTS * i for i, block in enumerate(report.blocks)}
+        numbers = [float(number) for block in report.blocks for number in astuple(Counts.of(block))]
+        self._present: dict[Tensor, int] = {}
+        if presence:
+            self._present = {p: len(numbers) + i for i, p in enumerate(report.parameters)}
+            numbers += [float(p in report.gradients) for p in report.parameters]
+        captures = [block.capture for block in report.blocks]
+        empty = any(c.saw_empty for c in captures)
+        filled = any(c.saw_examples for c in captures)
+        sick, problem = 0.0, float(report.problem is not None)
+        self._vector = torch.tensor(
+            [*numbers, empty, filled, problem, sick],
+            dtype=torch.float64,
+            device=report.healthy.device,
+        )
+        self._vector[-1] = (~report.healthy).to(torch.float64)
+        self._comm = comm
+        self._handle: Handle | None = comm.sum_of_all(self._vector, "totals of all layers")
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+
+    @property
+    def _totals(self) -> Tensor:
+        self.wait()
+        return self._vector
+
+    @property
+    def healthy(self) -> Tensor:
+        empty, filled, problem, sick = self._totals[-4:].unbind()
+        return (sick == 0) & (problem == 0) & ((filled > 0) | (empty == 0))
+
+    def examples(self, block: Block) -> tuple[Number, Number]:
+        at = self._places[block]
+        return self._totals[at], self._totals[at + 1]
+
+    def present(self, parameter: Tensor) -> Tensor | None:
+        at = self._present.get(parameter)
+        return None if at is None else self._totals[at] > 0
+
+    def read(self) -> Reading:
+        numbers = self._totals.tolist()
+        empty, filled, problem, sick = numbers[-4:]
+        if problem:
+            raise RuntimeError(
+                f"{int(problem)} of {self._comm.ranks} ranks can't take this step, so none does: "
+                "their own errors tell why"
+            )
+        healthy = sick == 0 and (filled > 0 or empty == 0)
+        counts = {block: Counts(*numbers[at : at + COUNTS]) for block, at in self._places.items()}
+        return Reading(healthy, counts)

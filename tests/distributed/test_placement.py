@@ -1,0 +1,127 @@
+"""Placement is near the best possible for real models; packing loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fop
+from fop.distributed.outbox import Channel, Outbox
+from fop.distributed.packing import (
+    Parcel,
+    into_buckets,
+    pack_symmetric,
+    packed_shape,
+    unpack_symmetric,
+)
+from fop.distributed.placement import Work, cost, lower_bound, place
+from fop_bench.models.resnet import imagenet_resnet50
+from fop_bench.models.t2t_vit import t2t_vit_14
+
+
+def works(model: nn.Module) -> list[Work]:
+    found = []
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            weight, groups = module.weight, getattr(module, "groups", 1)
+            columns = weight[0].numel() + (module.bias is not None)
+            found.append(Work(weight.shape[0] // groups, columns, groups))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("make", [imagenet_resnet50, t2t_vit_14])
+@pytest.mark.parametrize("interval", [1, 10, 1000])
+def test_no_rank_has_much_more_than_the_best_placement_could_give_it(
+    make: object, ranks: int, interval: int
+) -> None:
+    with torch.device("meta"):
+        model = make()
+    costs = [cost(work, interval) for work in works(model)]
+    assert len(costs) > 50
+    loads = [0.0] * ranks
+    for owner, load in zip(place(costs, ranks), costs, strict=True):
+        loads[owner] += load
+    assert max(loads) <= 1.1 * lower_bound(costs, ranks)
+
+
+def test_costs_are_those_of_the_operations() -> None:
+    assert cost(Work(2, 3), 1) == 8 + 27 + 6 * 6 * 5 + 36
+    assert cost(Work(2, 3), 10) == pytest.approx(3.5 + 6 * 6 * 5 + 36)
+    assert cost(Work(2, 3, groups=4), 1) == 4 * cost(Work(2, 3), 1)
+    assert cost(Work(2, 3, diagonal_columns=True), 1) == 8 + 6 * 6 * 2 + 36
+
+
+def test_more_ranks_than_layers_leave_some_without_work() -> None:
+    assert sorted(place([1.0, 2.0, 3.0], 5)) == [0, 1, 2]
+    assert place([], 3) == []
+    assert place([1.0, 1.0], 1) == [0, 0]
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_symmetric_factors_travel_as_one_triangle(size: int) -> None:
+    torch.manual_seed(size)
+    factor = torch.randn(2, size, size, dtype=torch.float64)
+    factor = factor + factor.mT
+    packed = torch.full(packed_shape(factor.shape), torch.nan, dtype=torch.float64)
+    pack_symmetric(factor, packed)
+    assert packed[0].numel() == size * (size + 1) // 2
+    assert torch.equal(unpack_symmetric(packed, factor.shape), factor)
+    diagonal = factor[:, 0].contiguous()
+    assert packed_shape(diagonal.shape) == diagonal.shape
+
+
+def test_buckets_hold_one_owner_up_to_the_limit_in_the_order_of_completion() -> None:
+    def parcel(key: int, owner: int, numel: int) -> Parcel:
+        return Parcel(key, owner, ((numel,),), torch.float32, torch.device("cpu"))
+
+    parcels = [parcel(0, 0, 4), parcel(1, 1, 4), parcel(2, 0, 4), parcel(3, 0, 4), parcel(4, 1, 9)]
+    buckets = into_buckets(parcels, limit=32)
+    assert [[p.key for p in bucket.parcels] for bucket in buckets] == [[0, 2], [1], [3], [4]]
+    flat = buckets[0].empty()
+    views = buckets[0].views(flat)
+    views[0][0].fill_(1.0)
+    views[2][0].fill_(2.0)
+    assert flat.tolist() == [1.0] * 4 + [2.0] * 4
+
+
+class RecordingComm:
+    """Notes what is sent, in order."""
+
+    def __init__(self) -> None:
+        self.sent: list[float] = []
+
+    def reduce_in_row(self, tensor: torch.Tensor, owner: int, what: str) -> None:
+        self.sent += tensor.tolist()
+
+
+def test_messages_leave_when_complete_but_always_in_the_same_order() -> None:
+    """Autograd may complete layers in another order on every rank."""
+
+    def parcel(key: str, owner: int) -> Parcel:
+        return Parcel(key, owner, ((1,),), torch.float32, torch.device("cpu"))
+
+    def pack(key: str, places: list[torch.Tensor]) -> None:
+        places[0].fill_("abc".index(key))
+
+    comm = RecordingComm()
+    channel = Channel(
+        "difference", "differences", [parcel(k, n) for n, k in enumerate("cba")], pack
+    )
+    outbox = Outbox(comm, list("abc"), [channel])
+    outbox.complete("b")
+    assert comm.sent == []
+    outbox.complete("c")
+    assert comm.sent == [2, 1]
+    outbox.close()
+    assert comm.sent == [2, 1, 0]
+    assert not outbox.outdated
+    outbox.complete("a")  # by a further pass
+    assert outbox.outdated
+
+
+def test_one_process_needs_no_exchange() -> None:
+    optimizer = fop.FOP(nn.Linear(2, 2))
+    assert not optimizer._exchange.sharded
+    assert optimizer._exchange.ranks == 1
