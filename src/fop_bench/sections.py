@@ -182,6 +182,13 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         kinds = {json.dumps(run.meta.get(what), sort_keys=True) for run in runs}
         if len(kinds) > 1:
             found.append(f"These runs come from {len(kinds)} different {title}: compare no times.")
+    moved = sum("earlier_ranks" in run.meta for run in runs)
+    if moved:
+        found.append(
+            f"{moved} of {len(runs)} runs went on on another number of ranks: compare no times."
+        )
+    if len({run.meta.get("ranks", 1) for run in runs}) > 1:
+        found.append("These runs were trained on different numbers of ranks.")
     counts = {
         "broke off or are still running": sum(not run.finished for run in runs),
         "diverged": sum(run.meta["status"] == "diverged" for run in runs),
