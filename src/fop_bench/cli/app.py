@@ -16,6 +16,7 @@ from fop_bench.memory import MemoryMeasurementError
 from fop_bench.methods import MethodError
 from fop_bench.parallel import StoppedError, launched_ranks
 from fop_bench.records import RecordError
+from fop_bench.scaling import ScalingMeasurementError
 
 EXPECTED = (
     ConfigError,
@@ -24,6 +25,7 @@ EXPECTED = (
     MethodError,
     RecordError,
     RunExistsError,
+    ScalingMeasurementError,
 )
 
 # Commands that several ranks carry out together; each rank would do all of any other.
