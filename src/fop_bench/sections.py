@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from fop_bench import landscape, memory, plots, scaling
 from fop_bench.records import RecordError, Run, load_runs
 from fop_bench.render import Table
+from fop_bench.scaling_tables import scaling_tables
 from fop_bench.style import look, order
 from fop_bench.summary import by_variant, by_workload, differing, group_key
 from fop_bench.tables import (
@@ -236,7 +237,7 @@ def _scaling_section(path: Path, root: Path) -> Section:
     return Section(
         title=f"{record.workload}: strong scaling",
         place=place,
-        tables=tuple(scaling.scaling_tables(record)),
+        tables=tuple(scaling_tables(record)),
         pictures=(_picture(name, caption, plots.scaling_curves(record)),),
     )
 

@@ -59,9 +59,9 @@ def scaling(
         measure_all,
         predict_all,
         probe,
-        scaling_tables,
         write_scaling,
     )
+    from fop_bench.scaling_tables import scaling_tables
     from fop_bench.tables import to_rich
 
     recipe = load_recipe(name)

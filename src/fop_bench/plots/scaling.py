@@ -25,6 +25,7 @@ from fop_bench.scaling import (
 )
 from fop_bench.style import look, order
 
+DECADE = 10  # from here on a logarithmic axis has enough ticks to be read
 Curve = tuple[Point, float]  # with its height
 
 
@@ -51,7 +52,7 @@ def scaling_curves(record: Scaling) -> Figure:
             row[1].set_ylabel("ranks x time (ms)")
             row[2].set_ylabel("efficiency (%)")
             row[2].axhline(100, color=INK, linestyle=":", linewidth=1.2)
-            row[2].set_ylim(0, 115)
+            row[2].set_ylim(0, max(115, 110 * max(reached.values())))
             row[1].set_title(f"{title}, batch size {largest:,}")
             if number == 0:
                 _published(row[2], record.workload)
@@ -98,11 +99,12 @@ def _over_ranks(
                 color=look(method).colour, linestyle=":", linewidth=1.2, zorder=1,
             )  # fmt: skip
     axis.set_xscale("log", base=2)
-    axis.set_xticks(counts)
+    axis.set_xticks(counts[:: 1 if len(counts) < 7 else 2])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     axis.set_xlabel("ranks")
-    if log:
+    heights = [height for _, height in curve]
+    if log and max(heights) > DECADE * min(heights):
         axis.set_yscale("log")
         plain_log_ticks(axis)
 
@@ -131,8 +133,8 @@ def _over_batches(axis: Axes, points: Sequence[Point], modelled: bool) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axis.set_xlabel("batch size")
-    axis.set_ylabel("throughput (% of smallest batch's)")
-    axis.set_title(f"{most:,} ranks")
+    axis.set_ylabel("throughput (%)")
+    axis.set_title(f"against batch {sizes[0]:,}, {most:,} ranks")
 
 
 def _published(axis: Axes, workload: str) -> None:
