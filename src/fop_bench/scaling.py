@@ -268,4 +268,5 @@ def read_scaling(path: Path) -> Scaling:
 
 
 def _timing(**recorded: Any) -> Timing:
-    return Timing(**{k: tuple(v) if isinstance(v, list) else v for k, v in recorded.items()})
+    lists = {name: tuple(v) for name, v in recorded.items() if isinstance(v, list)}
+    return Timing(**{**recorded, **lists})
