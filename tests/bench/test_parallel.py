@@ -36,7 +36,14 @@ def torchrun(*arguments: Any, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
         *map(str, arguments),
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        # Else ranks that are started again may be given the addresses of those that are gone
+        # (pytorch/pytorch#135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
