@@ -63,13 +63,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What one command found out: timings, and predictions with the constants behind them."""
+    """What one command found out: timings, and predictions with the constants behind them.
+
+    `load` is the machine's load average before anything was timed: programs that others run on it,
+    which disturb the clock.
+    """
 
     workload: str
     interval: int  # steps between renewals of curvature
     timings: tuple[Timing, ...]
     predictions: tuple[Prediction, ...]
     hardware: tuple[Hardware, ...]
+    load: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -236,6 +241,7 @@ def write_scaling(record: Scaling, path: Path, device: str = "cpu") -> Path:
         "schema": SCHEMA,
         "versions": versions(),
         "machine": machine(torch.device(device)),
+        "load": record.load,
         "workload": record.workload,
         "interval": record.interval,
         "measured": [asdict(timing) for timing in record.timings],
@@ -262,6 +268,7 @@ def read_scaling(path: Path) -> Scaling:
             timings=tuple(_timing(**timing) for timing in content["measured"]),
             predictions=tuple(Prediction(**prediction) for prediction in model["predictions"]),
             hardware=tuple(Hardware(**hardware) for hardware in model["hardware"]),
+            load=content["load"],
         )
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path} holds no scaling record ({error}): measure again") from error

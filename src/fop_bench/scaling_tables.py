@@ -22,6 +22,7 @@ from fop_bench.style import look, order
 from fop_bench.tables import time_text, time_unit
 
 REFERENCE = "sgd"
+QUIET = 0.5  # a load average up to this is that of a machine with nothing else to do
 
 
 def scaling_tables(record: Scaling) -> list[Table]:
@@ -69,6 +70,10 @@ def _measured_table(record: Scaling) -> Table:
             )
         )
     blocks = min(len(t.seconds) for t in record.timings)
+    busy = (
+        f"Other programs ran at the same time (load average {record.load:.1f}): times by the "
+        "clock are disturbed, CPU time is less so."
+    )
     return Table(
         title=f"{record.workload}: strong scaling, measured",
         columns=(
@@ -82,6 +87,7 @@ def _measured_table(record: Scaling) -> Table:
             "in memory. Efficiency: T(1) / (R T(R)). By CPU time: the same with the busiest "
             "rank's processor time, without waiting. Curvature: factors and inverses of the "
             "fullest rank. Model: what the cost model predicts here, not measured.",
+            *([busy] if record.load > QUIET else []),
         ),
     )  # fmt: skip
 

@@ -155,6 +155,9 @@ def test_tables_keep_measured_and_modelled_apart() -> None:
     assert all("(model)" in line[0].text for line in model.lines)
     assert "assumed" in model.notes[0]
     assert "1,024 ranks" in model.columns
+    assert "load average" not in " ".join(measured.notes)
+    busy = scaling_tables(replace(record(), load=8.0))[0]
+    assert "Other programs ran at the same time (load average 8.0)" in busy.notes[-1]
 
 
 def test_published_scaling_stands_beside_ours() -> None:

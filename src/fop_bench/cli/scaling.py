@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +87,7 @@ def scaling(
         raise ConfigError(f"{root / FILE} exists: choose another directory with --out")
     hardware = [accelerator(preset, utilisation) for preset in presets]
     timings: tuple[Timing, ...] = ()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     predictions = [
         p for h in hardware
         for p in predict_all(workload.name, names, modelled_sizes, modelled, interval, h)
@@ -105,7 +107,7 @@ def scaling(
             *predictions,
         ]
         hardware = [here, *hardware]
-    record = Scaling(workload.name, interval, timings, tuple(predictions), tuple(hardware))
+    record = Scaling(workload.name, interval, timings, tuple(predictions), tuple(hardware), load)
     for table in scaling_tables(record):
         console.print(to_rich(table))
     picture = plots.save(plots.scaling_curves(record), root / "scaling.png")
