@@ -10,7 +10,7 @@ here was measured, and whoever shows it says so. For N examples on R ranks, laye
     preconditioning        k 2 i o (i + o)         the same; k = 3 two-sided products, KFAC 1
     gradients              all-reduce of P         as in DistributedDataParallel; overlaps backward
     curvature sums         reduce of triangles / T to their owners; overlaps backward
-    differences            reduce of P             g1 - g2 to the owners, FOP alone
+    differences            reduce of P             g1 - g2 to the owners, FOP alone; overlaps too
     updates                broadcast of P          from the owners
     overhead               a constant for each layer that a rank works on
 
@@ -151,8 +151,10 @@ def predict(
         matrices = BYTES * sum(layer.matrix for layer in shape.layers)
         triangles = BYTES * sum(layer.triangles() for layer in shape.layers)
         factors = examples * sum(layer.factor_products() for layer in shape.layers)
+        differences = hardware.ring(matrices, ranks) if method in WITH_DIFFERENCE else 0.0
+        every_step = max(0.0, gradients + differences - behind_backward)
         sums = hardware.ring(triangles, ranks)
-        exposed = max(0.0, gradients + sums - behind_backward) - parts["gradients"]
+        with_sums = max(0.0, gradients + differences + sums - behind_backward)
         parts |= {
             "factor products": factors / hardware.product_rate / interval,
             "decompositions": sum(layer.decomposition() for layer in mine)
@@ -161,11 +163,11 @@ def predict(
             "preconditioning": products
             * sum(layer.precondition() for layer in mine)
             / hardware.product_rate,
-            "curvature sums": exposed / interval,
+            "curvature sums": (with_sums - every_step) / interval,
             "updates": hardware.ring(matrices, ranks),
         }
         if method in WITH_DIFFERENCE:
-            parts["differences"] = hardware.ring(matrices, ranks)
+            parts["differences"] = every_step - parts["gradients"]
         parts["overhead"] += len(mine) * hardware.overhead
     return Prediction(method, batch_size, ranks, hardware.name, parts)
 

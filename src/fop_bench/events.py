@@ -57,8 +57,7 @@ class EventLog:
 def layer_diagnostics(optimizer: Optimizer) -> Mapping[str, Mapping[str, float]]:
     """What `fop.diagnostics` says; nothing for other optimizers.
 
-    Between a step and the next zero_grad, which is when the optimizer still knows its gradients;
-    where there are several ranks, on all of them, since each may know of some layers alone.
+    Between a step and the next zero_grad, which is when the optimizer still knows its gradients.
     """
     if not isinstance(optimizer, (fop.FOP, fop.KFAC)):
         return {}

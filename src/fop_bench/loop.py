@@ -137,7 +137,9 @@ def _epochs(training: Training, run_dir: Path, reporter: Reporter, events: Event
     while training.epoch < training.config.epochs:
         record = training.run_epoch(run_dir, reporter)
         if runtime.tensorboard:
-            events.write(record, layer_diagnostics(training.optimizer))
+            # Each rank knows of the layers that it looks after.
+            parts = training.ranks.gathered(layer_diagnostics(training.optimizer))
+            events.write(record, {name: one for part in parts for name, one in part.items()})
         last = training.epoch == training.config.epochs
         if (last and runtime.keep_checkpoint) or (
             not last and time.monotonic() - saved >= runtime.checkpoint_seconds
