@@ -27,6 +27,7 @@ from fop_bench.workloads import WORKLOADS
 FILE = "scaling.json"
 SCHEMA = 1
 MARKER = "fop-bench scaling: "
+REFERENCE = "sgd"  # plain DistributedDataParallel
 
 
 class ScalingMeasurementError(RuntimeError):
@@ -38,7 +39,8 @@ class Timing:
     """Mean seconds of a step in each block of steps, of all rounds, on `ranks` ranks together.
 
     `cpu_seconds` are processor time of the busiest rank, which leaves out what it waited for other
-    ranks and for other programs; `state_bytes` are those of curvature on each rank.
+    ranks and for other programs; `reference_seconds` are the reference's in the same processes,
+    block by block between the method's own; `state_bytes` are those of curvature on each rank.
     """
 
     method: str
@@ -46,11 +48,18 @@ class Timing:
     ranks: int
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...] = ()
+    reference_seconds: tuple[float, ...] = ()
     state_bytes: tuple[int, ...] = ()
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def slowdown(self) -> float:
+        """Against the reference beside it: the median over pairs of blocks."""
+        pairs = zip(self.seconds, self.reference_seconds, strict=True)
+        return statistics.median(own / beside for own, beside in pairs)
 
     def joined(self, other: Timing) -> Timing:
         """With the blocks of another round."""
@@ -58,6 +67,7 @@ class Timing:
             self,
             seconds=self.seconds + other.seconds,
             cpu_seconds=self.cpu_seconds + other.cpu_seconds,
+            reference_seconds=self.reference_seconds + other.reference_seconds,
         )
 
 
@@ -220,6 +230,22 @@ def efficiencies(points: Sequence[Point]) -> dict[Point, float]:
         return base.seconds * base.ranks / (point.seconds * point.ranks)
 
     return {point: efficiency(point) for point in points}
+
+
+def relative_efficiencies(timings: Sequence[Timing]) -> dict[Timing, float]:
+    """A method's efficiency over the reference's, from blocks that were timed side by side.
+
+    Since both efficiencies are of the same ranks, their ratio is that of the slowdowns, and what
+    slowed both down alike cancels.
+    """
+    fewest: dict[tuple[str, int], Timing] = {}
+    for timing in sorted(timings, key=lambda timing: timing.ranks):
+        fewest.setdefault((timing.method, timing.batch_size), timing)
+    return {
+        timing: fewest[timing.method, timing.batch_size].slowdown / timing.slowdown
+        for timing in timings
+        if timing.reference_seconds
+    }
 
 
 def batch_efficiencies(points: Sequence[Point]) -> dict[Point, float]:

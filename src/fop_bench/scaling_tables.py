@@ -11,17 +11,18 @@ from fop_bench.costs import Hardware
 from fop_bench.memory import bytes_text
 from fop_bench.render import PUBLISHED, Cell, Table
 from fop_bench.scaling import (
+    REFERENCE,
     Point,
     Scaling,
     efficiencies,
     measured_points,
     modelled_points,
     processor_points,
+    relative_efficiencies,
 )
 from fop_bench.style import look, order
 from fop_bench.tables import time_text, time_unit
 
-REFERENCE = "sgd"
 QUIET = 0.5  # a load average up to this is that of a machine with nothing else to do
 
 
@@ -42,14 +43,14 @@ def _measured_table(record: Scaling) -> Table:
     reached, computed = efficiencies(points), _by_place(efficiencies(processor_points(record)))
     here = record.hardware[0].name if record.hardware else ""
     model = {(p.method, p.batch_size, p.ranks): p for p in record.predictions if p.hardware == here}
-    plain = {(p.batch_size, p.ranks): e for p, e in reached.items() if p.method == REFERENCE}
+    relative = relative_efficiencies(record.timings)
     lines = []
     for point, timing in sorted(
         zip(points, record.timings, strict=True),
         key=lambda pair: (pair[0].batch_size, order(pair[0].method), pair[0].ranks),
     ):
         place = (point.method, point.batch_size, point.ranks)
-        share = reached[point] / plain.get((point.batch_size, point.ranks), math.nan)
+        share = math.nan if point.method == REFERENCE else relative.get(timing, math.nan)
         cpu, predicted = computed.get(place, math.nan), model.get(place)
         state = max(timing.state_bytes, default=0)
         lines.append(
@@ -84,7 +85,8 @@ def _measured_table(record: Scaling) -> Table:
         notes=(
             f"Median [smallest, largest] of {blocks} blocks of {record.interval} steps, each with "
             "one renewal of curvature, in fresh processes with one thread a rank; made-up inputs "
-            "in memory. Efficiency: T(1) / (R T(R)). By CPU time: the same with the busiest "
+            "in memory. Efficiency: T(1) / (R T(R)); of SGD's: over that of SGD, from blocks that "
+            "alternate in the same processes. By CPU time: the same with the busiest "
             "rank's processor time, without waiting. Curvature: factors and inverses of the "
             "fullest rank. Model: what the cost model predicts here, not measured.",
             *([busy] if record.load > QUIET else []),

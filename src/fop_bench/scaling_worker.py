@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fop_bench.costs import BYTES, Hardware, shape_of
 from fop_bench.methods import get_method
 from fop_bench.parallel import Ranks, process_group
-from fop_bench.scaling import MARKER
+from fop_bench.scaling import MARKER, REFERENCE
 from fop_bench.workloads import WORKLOADS, Workload
 
 RATE = 1e-4  # of learning: a step costs the same at any, and random labels diverge at none
@@ -47,15 +47,43 @@ def time_steps(request: dict[str, Any], ranks: Ranks, device: torch.device) -> d
     the bytes of curvature that each rank keeps.
 
     A block is a curvature interval, so that each holds one step that renews curvature. The first
-    one warms up.
+    one warms up. Blocks of the reference alternate with the method's own, so that both meet the
+    same disturbances.
     """
-    workload = WORKLOADS[request["workload"]]
+    step, optimizer = _training(request, request["method"], ranks, device)
+    reference, _ = _training(request, REFERENCE, ranks, device)
     interval = request["interval"]
+    blocks = [
+        [*_block(step, interval, ranks, device), *_block(reference, interval, ranks, device)]
+        for _ in range(request["blocks"] + 1)
+    ]
+    of_ranks = ranks.gathered(blocks[1:])
+    state_bytes = ranks.gathered(curvature_bytes(optimizer))
+    clock, processor, beside, _ = (
+        (
+            [max(block[kind] for block in same) for same in zip(*of_ranks, strict=True)]
+            for kind in range(4)
+        )
+        if ranks.first
+        else ([], [], [], [])
+    )
+    return {
+        "seconds": clock,
+        "cpu_seconds": processor,
+        "reference_seconds": beside,
+        "state_bytes": state_bytes,
+    }
+
+
+def _training(
+    request: dict[str, Any], name: str, ranks: Ranks, device: torch.device
+) -> tuple[Callable[[], None], torch.optim.Optimizer]:
+    """A step of a method on this rank's share, and its optimizer."""
+    workload, method = WORKLOADS[request["workload"]], get_method(name)
     model = ranks.wrap(workload.model(0).to(device))
-    method = get_method(request["method"])
     options: dict[str, Any] = dict(workload.optimizer_overrides) if method.takes_model else {}
     if method.has_curvature_interval:
-        options["update_every"] = interval
+        options["update_every"] = request["interval"]
     optimizer = method.build(model, lr=RATE, **options)
     examples = request["batch_size"]
     inputs, targets = (ranks.share.of(part) for part in _batch(workload, examples, device))
@@ -67,22 +95,20 @@ def time_steps(request: dict[str, Any], ranks: Ranks, device: torch.device) -> d
         loss.backward()
         optimizer.step()
 
-    blocks = []
-    for _ in range(request["blocks"] + 1):
-        ranks.total(torch.zeros(1, device=device))  # start together
-        start, cpu_start = time.perf_counter(), time.process_time()
-        for _ in range(interval):
-            step()
-        _wait(device)
-        passed = (time.perf_counter() - start, time.process_time() - cpu_start)
-        blocks.append([seconds / interval for seconds in passed])
-    of_ranks = ranks.gathered(blocks[1:])
-    state_bytes = ranks.gathered(curvature_bytes(optimizer))
-    clock, processor = (
-        [max(block[kind] for block in same) for same in zip(*of_ranks, strict=True)]
-        for kind in (0, 1)
-    )
-    return {"seconds": clock, "cpu_seconds": processor, "state_bytes": state_bytes}
+    return step, optimizer
+
+
+def _block(
+    step: Callable[[], None], interval: int, ranks: Ranks, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a step by the clock and of the processor, the mean of a block."""
+    ranks.total(torch.zeros(1, device=device))  # start together
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for _ in range(interval):
+        step()
+    _wait(device)
+    passed = time.perf_counter() - start
+    return passed / interval, (time.process_time() - cpu_start) / interval
 
 
 def _batch(workload: Workload, examples: int, device: torch.device) -> tuple[Tensor, Tensor]:

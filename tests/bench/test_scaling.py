@@ -31,6 +31,7 @@ from fop_bench.scaling import (
     predict_all,
     probe,
     read_scaling,
+    relative_efficiencies,
     write_scaling,
 )
 from fop_bench.scaling_tables import scaling_tables
@@ -42,7 +43,13 @@ HERE = Hardware("this machine", "test", 1e10, 1e10, 1e10, 1e-4, 1e9, 1e9, 2, 1e-
 def record(workload: str = "digits-mlp") -> Scaling:
     timings = tuple(
         Timing(
-            method, batch, ranks, (factor * batch / ranks**0.8,) * 3, (0.1,) * 3, (1000,) * ranks
+            method,
+            batch,
+            ranks,
+            seconds=(factor * batch / ranks**0.8,) * 3,
+            cpu_seconds=(0.1,) * 3,
+            reference_seconds=(1e-4 * batch / ranks**0.9,) * 3,
+            state_bytes=(1000,) * ranks,
         )
         for method, factor in (("sgd", 1e-4), ("fop", 3e-4))
         for batch in (64, 128)
@@ -60,7 +67,7 @@ def record(workload: str = "digits-mlp") -> Scaling:
 def test_ranks_of_their_own_time_what_a_step_takes() -> None:
     found = measure("digits-mlp", "sgd", 96, 2, interval=2, blocks=3)
     assert (found.method, found.batch_size, found.ranks) == ("sgd", 96, 2)
-    assert len(found.seconds) == len(found.cpu_seconds) == 3
+    assert len(found.seconds) == len(found.cpu_seconds) == len(found.reference_seconds) == 3
     assert all(0 < seconds < 10 for seconds in found.seconds)
     assert found.state_bytes == (0, 0)  # SGD keeps momentum alone
 
@@ -97,7 +104,12 @@ def test_everything_is_measured_in_turn_and_round_after_round(
     def ask(request: dict[str, Any], ranks: int) -> dict[str, Any]:
         asked.append((request["method"], ranks))
         number = float(len(asked))
-        return {"seconds": [number], "cpu_seconds": [number], "state_bytes": [7] * ranks}
+        return {
+            "seconds": [number],
+            "cpu_seconds": [number],
+            "reference_seconds": [1.0],
+            "state_bytes": [7] * ranks,
+        }
 
     monkeypatch.setattr(scaling, "_ask", ask)
     found = measure_all("digits-mlp", ("sgd", "fop"), (64,), (1, 2), rounds=2)
@@ -127,6 +139,13 @@ def test_efficiency_is_the_papers() -> None:
     assert list(efficiencies(points).values()) == [1.0, 0.8, 1.0, 0.5]
 
 
+def test_what_slows_both_down_alike_cancels() -> None:
+    """FOP 3 times as slow as SGD on one rank and 4 times on two: 75 % of SGD's efficiency."""
+    alone = Timing("fop", 64, 1, (3.0, 30.0, 6.0), reference_seconds=(1.0, 10.0, 2.0))
+    two = Timing("fop", 64, 2, (4.0, 8.0, 80.0), reference_seconds=(1.0, 2.0, 20.0))
+    assert relative_efficiencies([two, alone]) == {two: 0.75, alone: 1.0}
+
+
 def test_batch_efficiency_is_throughput() -> None:
     points = [Point("sgd", 64, 2, 1.0), Point("sgd", 128, 2, 1.6)]
     assert list(batch_efficiencies(points).values()) == [1.0, pytest.approx(1.25)]
@@ -149,7 +168,7 @@ def test_tables_keep_measured_and_modelled_apart() -> None:
     row = dict(zip(measured.columns, measured.lines[-1], strict=True))
     assert (row["method"].text, row["ranks"].text) == ("FOP", "2")
     assert row["efficiency"].text == f"{2**-0.2:.0%}"
-    assert row["of SGD's"].text == "100%"
+    assert row["of SGD's"].text == f"{2**-0.1:.0%}"  # SGD beside it: 2 ** -0.1
     assert row["by CPU time"].text == "50%"
     assert "MODEL, not measured" in model.title
     assert all("(model)" in line[0].text for line in model.lines)
