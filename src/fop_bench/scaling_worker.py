@@ -60,12 +60,8 @@ def time_steps(request: dict[str, Any], ranks: Ranks, device: torch.device) -> d
     of_ranks = ranks.gathered(blocks[1:])
     state_bytes = ranks.gathered(curvature_bytes(optimizer))
     clock, processor, beside, _ = (
-        (
-            [max(block[kind] for block in same) for same in zip(*of_ranks, strict=True)]
-            for kind in range(4)
-        )
-        if ranks.first
-        else ([], [], [], [])
+        [max(block[kind] for block in same) for same in zip(*of_ranks, strict=True)]
+        for kind in range(4)
     )
     return {
         "seconds": clock,
