@@ -67,7 +67,9 @@ def train(
     if splits is None:
         splits = load_splits(config, workload, runtime)
     training = Training(config, workload, splits, runtime)
-    meta = describe(training) if recorded is None else _going_on(recorded, training)
+    meta = ranks.agreed(
+        lambda: describe(training) if recorded is None else _going_on(recorded, training)
+    )
     if ranks.agreed((run_dir / CHECKPOINT).is_file) and recorded is not None:
         load_checkpoint(run_dir / CHECKPOINT, training, recorded.metrics)
     if ranks.first:
@@ -141,9 +143,9 @@ def _epochs(training: Training, run_dir: Path, reporter: Reporter, events: Event
             parts = training.ranks.gathered(layer_diagnostics(training.optimizer))
             events.write(record, {name: one for part in parts for name, one in part.items()})
         last = training.epoch == training.config.epochs
-        if (last and runtime.keep_checkpoint) or (
-            not last and time.monotonic() - saved >= runtime.checkpoint_seconds
-        ):
+        # All ranks take part in a checkpoint, and their clocks differ.
+        due = training.ranks.of_first(time.monotonic() - saved >= runtime.checkpoint_seconds)
+        if runtime.keep_checkpoint if last else due:
             save_checkpoint(run_dir / CHECKPOINT, training)
             saved = time.monotonic()
 

@@ -88,6 +88,10 @@ class Ranks:
         value: Value = found[0]
         return value
 
+    def of_first(self, value: Value) -> Value:
+        """The first rank's value, on every rank."""
+        return self.agreed(lambda: value)
+
     def in_turn(self, work: Callable[[], Value]) -> Value:
         """Once by the first rank of each host and then by the others, who find what it left."""
         if self.alone:

@@ -11,9 +11,12 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -91,6 +94,10 @@ def main(folder: Path) -> None:
         for name, case in CASES.items():
             plain: Any = Plain()
             train(case, plain, folder / name, runtime)
+        stopped_clock = patch("fop_bench.loop.time", SimpleNamespace(monotonic=lambda: 0.0))
+        with nullcontext() if ranks.first else stopped_clock:
+            seldom = replace(runtime, checkpoint_seconds=1e-9)
+            train(tiny_config("sgd", epochs=3), workload, folder / "clocks", seldom)
         poisoned: Any = Poisoned()
         run = train(tiny_config("sgd"), poisoned, folder / "poisoned", runtime)
         seen = {"status": run.meta["status"], "reason": run.meta["reason"]}

@@ -83,6 +83,12 @@ def test_a_rank_that_is_killed_leads_to_the_same_record(two_ranks: Path) -> None
 
 
 @pytest.mark.slow
+def test_ranks_whose_clocks_differ_agree_on_checkpoints(two_ranks: Path) -> None:
+    assert read_run(two_ranks / "clocks").meta["status"] == "complete"
+    assert (two_ranks / "clocks" / "checkpoint.pt").is_file()
+
+
+@pytest.mark.slow
 def test_all_ranks_stop_together(two_ranks: Path) -> None:
     first, second = (json.loads((two_ranks / f"seen-{rank}.json").read_text()) for rank in range(2))
     assert first["status"] == second["status"] == "diverged"
