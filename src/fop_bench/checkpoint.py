@@ -10,31 +10,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fop_bench.records import RecordError, atomic_open
 
 if TYPE_CHECKING:
     from fop_bench.training import Training
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def save_checkpoint(path: Path, training: Training) -> None:
-    on_cuda = training.device.type == "cuda"
+    """Called on every rank; the first one writes the file, with the random states of all."""
+    consolidate = getattr(training.optimizer, "consolidate_state_dict", None)
+    if consolidate is not None and not training.ranks.alone:
+        consolidate(to=0)
+    random_states = training.ranks.gathered(_random_states(training.device))
+    if not training.ranks.first:
+        return
     state = {
         "schema": SCHEMA,
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "schedule": training.schedule.state_dict(),
         "scaler": training.scaler.state_dict(),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if on_cuda else [],
+        "rng": random_states,
         "epoch": training.epoch,
         "step": training.step,
         "train_time": training.watch.seconds,
     }
     with atomic_open(path, "wb") as stream:
         torch.save(state, stream)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
@@ -54,17 +65,19 @@ def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def load_checkpoint(path: Path, training: Training, recorded: Sequence[dict[str, Any]]) -> None:
-    """Brings `training` to the checkpoint; records made after it are dropped, they will be made
-    again.
+    """Brings `training` to the checkpoint, on every rank; records made after it are dropped, they
+    will be made again.
     """
     state = read_checkpoint(path, training.device)
     training.model.load_state_dict(state["model"])
     training.optimizer.load_state_dict(state["optimizer"])
     training.schedule.load_state_dict(state["schedule"])
     training.scaler.load_state_dict(state["scaler"])
-    torch.set_rng_state(state["rng"].cpu())
-    if state["cuda_rng"]:
-        torch.cuda.set_rng_state_all([rng.cpu() for rng in state["cuda_rng"]])
+    # On more ranks than before, the new ones keep the random numbers they started with.
+    for random_states in state["rng"][training.ranks.index :][:1]:
+        torch.set_rng_state(random_states[0].cpu())
+        if training.device.type == "cuda" and len(random_states) > 1:
+            torch.cuda.set_rng_state(random_states[1].cpu(), training.device)
     training.epoch, training.step = state["epoch"], state["step"]
     training.watch.seconds = state["train_time"]
     training.metrics = [record for record in recorded if record["step"] <= training.step]

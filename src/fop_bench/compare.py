@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def run_all(
     cache = cache or DataCache(runtime)
     runs = []
     for run_dir, config in jobs:
-        recorded = open_run(run_dir, config, resume=True)
+        recorded = runtime.ranks.agreed(partial(_recorded, run_dir, config, runtime.ranks.count))
         if recorded is not None and recorded.finished:
             display.count()
             runs.append(recorded)
@@ -62,6 +63,10 @@ def run_all(
             display.say(f"[yellow]{run_dir} diverged: {run.meta['reason']}; it counts as a miss")
         runs.append(run)
     return runs
+
+
+def _recorded(run_dir: Path, config: RunConfig, ranks: int) -> Run | None:
+    return open_run(run_dir, config, resume=True, ranks=ranks)
 
 
 def comparison_jobs(configs: Sequence[RunConfig], root: Path) -> list[tuple[Path, RunConfig]]:

@@ -39,17 +39,15 @@ class EventLog:
         if self._writer is not None:
             self._writer.close()
 
-    def write(self, record: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Between a step and the next zero_grad, which is when the optimizer still knows its
-        gradients.
-        """
+    def write(self, record: Mapping[str, Any], layers: Mapping[str, Mapping[str, float]]) -> None:
+        """One evaluation, and what `layer_diagnostics` said then."""
         if self._writer is None:
             return
         step = record["step"]
         for name, value in record.items():
             if name not in NOT_PLOTTED:
                 self._writer.add_scalar(f"run/{name}", value, step)
-        for layer, quantities in layer_diagnostics(optimizer).items():
+        for layer, quantities in layers.items():
             for name, value in quantities.items():
                 if math.isfinite(value):
                     self._writer.add_scalar(f"layers/{layer}/{name}", value, step)
@@ -57,7 +55,10 @@ class EventLog:
 
 
 def layer_diagnostics(optimizer: Optimizer) -> Mapping[str, Mapping[str, float]]:
-    """What `fop.diagnostics` says; nothing for other optimizers."""
+    """What `fop.diagnostics` says; nothing for other optimizers.
+
+    Between a step and the next zero_grad, which is when the optimizer still knows its gradients.
+    """
     if not isinstance(optimizer, (fop.FOP, fop.KFAC)):
         return {}
     return fop.diagnostics(optimizer)

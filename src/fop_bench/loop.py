@@ -14,7 +14,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fop_bench.checkpoint import load_checkpoint, save_checkpoint
 from fop_bench.config import RunConfig, differences
-from fop_bench.events import EventLog
+from fop_bench.events import EventLog, layer_diagnostics
+from fop_bench.parallel import depends_on_ranks
 from fop_bench.progress import Reporter
 from fop_bench.records import (
     CHECKPOINT,
@@ -58,24 +59,29 @@ def train(
     With `resume` a broken-off run goes on from its last checkpoint and a finished one is returned
     as it is.
     """
-    reporter = reporter or Reporter()
-    recorded = open_run(run_dir, config, resume=resume)
+    ranks = runtime.ranks
+    reporter = reporter if reporter and ranks.first else Reporter()
+    recorded = ranks.agreed(lambda: open_run(run_dir, config, resume=resume, ranks=ranks.count))
     if recorded is not None and recorded.finished:
         return recorded
     if splits is None:
         splits = load_splits(config, workload, runtime)
     training = Training(config, workload, splits, runtime)
-    meta = recorded.meta if recorded else describe(training)
-    write_meta(run_dir, meta)
-    if recorded is not None and (run_dir / CHECKPOINT).is_file():
+    meta = ranks.agreed(
+        lambda: describe(training) if recorded is None else _going_on(recorded, training)
+    )
+    if ranks.agreed((run_dir / CHECKPOINT).is_file) and recorded is not None:
         load_checkpoint(run_dir / CHECKPOINT, training, recorded.metrics)
-    write_metrics(run_dir, training.metrics)
+    if ranks.first:
+        write_meta(run_dir, meta)
+        write_metrics(run_dir, training.metrics)
 
     training.warm_up()
     label = f"{config.method} b{config.batch_size} s{config.seed}"
     reporter.begin(label, config.epochs * training.steps_per_epoch, training.step)
     try:
-        with EventLog(run_dir, training.step, enabled=runtime.tensorboard) as events:
+        logging = runtime.tensorboard and ranks.first
+        with EventLog(run_dir, training.step, enabled=logging) as events:
             _epochs(training, run_dir, reporter, events)
         meta = {**meta, "status": "complete"}
     except (DivergedError, LinAlgError) as error:
@@ -85,29 +91,71 @@ def train(
             "reason": str(error),
             "diverged_at_step": training.step,
         }
+    reporter.end(meta["status"])
+    return ranks.agreed(lambda: _finish(run_dir, meta, runtime))
+
+
+def _finish(run_dir: Path, meta: dict[str, Any], runtime: Runtime) -> Run:
     write_meta(run_dir, {**meta, "finished": now()})
     if not runtime.keep_checkpoint:
         (run_dir / CHECKPOINT).unlink(missing_ok=True)
-    reporter.end(meta["status"])
     return read_run(run_dir)
+
+
+def _going_on(recorded: Run, training: Training) -> dict[str, Any]:
+    """The record of a run that is taken up again, also on another number of ranks where that
+    changes its numbers by round-off alone.
+    """
+    before, ranks = recorded_ranks(recorded), training.ranks.count
+    if before == ranks:
+        return recorded.meta
+    why = depends_on_ranks(training.config.method, training.model)
+    if why is not None:
+        raise RunExistsError(
+            f"{recorded.path} was started on {_count(before)} and can't go on on {ranks}: {why}. "
+            f"{_launch(before)}, or choose another directory."
+        )
+    earlier = [*recorded.meta.get("earlier_ranks", []), before]
+    return {**recorded.meta, "ranks": ranks, "earlier_ranks": earlier}
+
+
+def recorded_ranks(run: Run) -> int:
+    """How many ranks a run was trained on; records from before there were several do not say."""
+    return int(run.meta.get("ranks", 1))
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _launch(ranks: int) -> str:
+    if ranks == 1:
+        return "Resume it without torchrun"
+    return f"Resume it with {ranks} ranks (torchrun --nproc-per-node {ranks} on one host)"
 
 
 def _epochs(training: Training, run_dir: Path, reporter: Reporter, events: EventLog) -> None:
     runtime, saved = training.runtime, time.monotonic()
     while training.epoch < training.config.epochs:
         record = training.run_epoch(run_dir, reporter)
-        events.write(record, training.optimizer)
+        if runtime.tensorboard:
+            # Each rank knows of the layers that it looks after.
+            parts = training.ranks.gathered(layer_diagnostics(training.optimizer))
+            events.write(record, {name: one for part in parts for name, one in part.items()})
         last = training.epoch == training.config.epochs
-        if (last and runtime.keep_checkpoint) or (
-            not last and time.monotonic() - saved >= runtime.checkpoint_seconds
-        ):
+        # All ranks take part in a checkpoint, and their clocks differ.
+        due = training.ranks.of_first(time.monotonic() - saved >= runtime.checkpoint_seconds)
+        if runtime.keep_checkpoint if last else due:
             save_checkpoint(run_dir / CHECKPOINT, training)
             saved = time.monotonic()
 
 
-def open_run(run_dir: Path, config: RunConfig, *, resume: bool) -> Run | None:
+def open_run(run_dir: Path, config: RunConfig, *, resume: bool, ranks: int = 1) -> Run | None:
     """The run recorded in the directory, None if there is none; refuses what would overwrite or mix
     runs.
+
+    A finished run on another number of `ranks` is another run: its times are, and its numbers are
+    the same up to round-off at best.
     """
     remove_leftovers(run_dir)
     if (run_dir / META).is_file():
@@ -123,6 +171,11 @@ def open_run(run_dir: Path, config: RunConfig, *, resume: bool) -> Run | None:
                 f"{run_dir} holds this run already, status {recorded.meta['status']!r}: "
                 "continue it with --resume, or choose another directory."
             )
+        if recorded.finished and recorded_ranks(recorded) != ranks:
+            raise RunExistsError(
+                f"{run_dir} holds this run on {_count(recorded_ranks(recorded))}, asked for on "
+                f"{ranks}: choose another directory."
+            )
         return recorded
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise RunExistsError(
@@ -133,12 +186,17 @@ def open_run(run_dir: Path, config: RunConfig, *, resume: bool) -> Run | None:
 
 def load_splits(config: RunConfig, workload: Workload, runtime: Runtime) -> Splits:
     """The data of a run; the validation part is held out only where it is evaluated on."""
-    return workload.splits(
-        runtime.data_dir,
-        device=runtime.device,
-        validation=config.split == "validation",
-        subset=config.subset,
-    )
+
+    def load() -> Splits:
+        return workload.splits(
+            runtime.data_dir,
+            device=runtime.device,
+            validation=config.split == "validation",
+            subset=config.subset,
+        )
+
+    # One rank downloads what is missing; the others find it.
+    return runtime.ranks.in_turn(load)
 
 
 def describe(training: Training) -> dict[str, Any]:
@@ -158,6 +216,7 @@ def describe(training: Training) -> dict[str, Any]:
         },
         "versions": versions(),
         "machine": machine(training.device),
+        "ranks": training.ranks.count,
         "created": now(),
         "status": "running",
         "train_size": training.splits.train_size,

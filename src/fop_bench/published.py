@@ -81,6 +81,22 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class EpochTime:
+    """Seconds of an epoch on so many devices, from a published time and number of epochs.
+
+    ``efficiency`` is that of one device's time over the devices' time together, of one method.
+    """
+
+    method: str
+    batch_size: int
+    gpus: int
+    seconds: float
+    efficiency: float
+    source: Source
+    where: str
+
+
+@dataclass(frozen=True)
 class Reference:
     """The run against which the published speed-ups are counted."""
 
@@ -115,6 +131,31 @@ def workloads() -> tuple[str, ...]:
 def for_workload(name: str) -> Published | None:
     """Published figures of a workload; None where there are none, as for the laptop-scale ones."""
     return _load(FOLDER / f"{name}.toml") if name in workloads() else None
+
+
+def epoch_times(workload: str) -> tuple[EpochTime, ...]:
+    """How published training scaled with devices; nothing where a method has but one count."""
+    figures = for_workload(workload)
+    found: list[EpochTime] = []
+    for result in figures.results if figures else ():
+        if not (result.reached and result.gpus and result.epochs and result.seconds):
+            continue
+        seconds = result.seconds / result.epochs
+        first = next((e for e in found if e.method == result.method), None)
+        alone = seconds * result.gpus if first is None else first.seconds * first.gpus
+        found.append(
+            EpochTime(
+                method=result.method,
+                batch_size=result.batch_size,
+                gpus=result.gpus,
+                seconds=seconds,
+                efficiency=alone / (seconds * result.gpus),
+                source=result.source,
+                where=result.where,
+            )
+        )
+    several = {e.method for e in found if len({o.gpus for o in found if o.method == e.method}) > 1}
+    return tuple(entry for entry in found if entry.method in several)
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What a report shows: a section for each workload of each collection, then memory and landscapes.
+"""What a report shows: a section for each workload of each collection, then memory, scaling and
+landscapes.
 
 A collection is a directory that one command filled. In a comparison each method has one setting;
 where a method has several, the collection is a sweep and is drawn against the settings that
@@ -18,9 +19,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fop_bench import landscape, memory, plots
+from fop_bench import landscape, memory, plots, scaling
 from fop_bench.records import RecordError, Run, load_runs
 from fop_bench.render import Table
+from fop_bench.scaling_tables import scaling_tables
 from fop_bench.style import look, order
 from fop_bench.summary import by_variant, by_workload, differing, group_key
 from fop_bench.tables import (
@@ -83,11 +85,13 @@ def collect(root: Path) -> list[Section]:
             if tuned:
                 sections.append(_tuning_section(workload, tuned, place, root))
     sections += [_memory_section(path, root) for path in sorted(root.rglob(memory.FILE))]
+    sections += [_scaling_section(path, root) for path in sorted(root.rglob(scaling.FILE))]
     sections += [_landscape_section(path, root) for path in sorted(root.rglob(landscape.FILE))]
     if not sections:
+        files = f"{memory.FILE}, {scaling.FILE} or {landscape.FILE}"
         raise RecordError(
-            f"{root}: expected recorded runs, {memory.FILE} or {landscape.FILE} below it, "
-            "found none: give the directory that compare, sweep, memory or landscape wrote"
+            f"{root}: expected recorded runs, {files} below it, found none: give the directory "
+            "that compare, sweep, memory, scaling or landscape wrote"
         )
     return sections
 
@@ -182,6 +186,13 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         kinds = {json.dumps(run.meta.get(what), sort_keys=True) for run in runs}
         if len(kinds) > 1:
             found.append(f"These runs come from {len(kinds)} different {title}: compare no times.")
+    moved = sum("earlier_ranks" in run.meta for run in runs)
+    if moved:
+        found.append(
+            f"{moved} of {len(runs)} runs went on on another number of ranks: compare no times."
+        )
+    if len({run.meta.get("ranks", 1) for run in runs}) > 1:
+        found.append("These runs were trained on different numbers of ranks.")
     counts = {
         "broke off or are still running": sum(not run.finished for run in runs),
         "diverged": sum(run.meta["status"] == "diverged" for run in runs),
@@ -215,6 +226,19 @@ def _memory_section(path: Path, root: Path) -> Section:
             )
             for name in names
         ),
+    )
+
+
+def _scaling_section(path: Path, root: Path) -> Section:
+    record = scaling.read_scaling(path)
+    place = _place(path, root)
+    name = _file_name(f"{record.workload}-scaling", place)
+    caption = "Strong scaling: measured (solid) and by a cost model (dashed)"
+    return Section(
+        title=f"{record.workload}: strong scaling",
+        place=place,
+        tables=tuple(scaling_tables(record)),
+        pictures=(_picture(name, caption, plots.scaling_curves(record)),),
     )
 
 

@@ -61,6 +61,8 @@ class Workload:
     long_tail_classes: int | None = None  # report head, middle and tail errors
     optimizer_overrides: Mapping[str, str | float] = field(default_factory=dict)
     loss_reduction: Literal["mean"] = "mean"
+    input_shape: tuple[int, ...] = (3, 32, 32)  # of one example
+    tokens: int | None = None  # inputs are numbers below this one
 
     @property
     def higher_is_better(self) -> bool:
@@ -88,6 +90,14 @@ class Workload:
     def model(self, seed: int) -> nn.Module:
         """A freshly initialised model; the global random state stays as it was."""
         return seeded(self.build, seed)
+
+    def made_up(self, count: int) -> Tensor:
+        """Random inputs [count, ...]: what a step costs does not depend on what is in them."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (count, *self.input_shape)
+        if self.tokens is not None:
+            return torch.randint(self.tokens, shape, generator=generator)
+        return torch.randn(shape, generator=generator)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy over all predictions: output [..., classes], target [...]."""
@@ -163,6 +173,7 @@ _WORKLOADS = (
         epochs=40,
         base_batch=64,
         batch_sizes=(64, 1438),
+        input_shape=(1, 8, 8),
         target=0.95,
     ),
     Workload(
@@ -176,6 +187,7 @@ _WORKLOADS = (
         batch_sizes=(512, 20_000),
         target=0.84,
         train_images=20_000,
+        input_shape=(1, 28, 28),
     ),
     Workload(
         name="fashion-cnn",
@@ -188,6 +200,7 @@ _WORKLOADS = (
         batch_sizes=(256, 4096),
         target=0.88,
         train_images=20_000,
+        input_shape=(1, 28, 28),
     ),
     Workload(
         name="cifar10-resnet8",
@@ -237,6 +250,8 @@ _WORKLOADS = (
         target=7.0,
         metric="perplexity",
         optimizer_overrides={"fallback": "adamw"},
+        input_shape=(_TEXT_LENGTH,),
+        tokens=len(ALPHABET),
     ),
     Workload(
         name="cifar10-resnet18",
@@ -263,6 +278,7 @@ _WORKLOADS = (
         target=0.806,
         scale="paper",
         optimizer_overrides={"fallback": "adamw"},
+        input_shape=(3, 224, 224),
     ),
     Workload(
         name="imagenet1k-resnet50",
@@ -275,6 +291,7 @@ _WORKLOADS = (
         batch_sizes=(1024, 2048, 4096, 8192),
         target=0.759,
         scale="paper",
+        input_shape=(3, 224, 224),
     ),
     _long_tail("cifar10", 100, target=0.7195),
     _long_tail("cifar10", 50, target=0.7645),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fop_bench.data import DataError, catalog, cifar, data_status, imagefolder, imagenet100, verify
-from fop_bench.data.augment import crop_and_flip
+from fop_bench.data.augment import crop_and_flip, random_crops
 from fop_bench.data.catalog import (
     SOURCES,
     load_cifar,
@@ -622,7 +622,7 @@ class TestBatches:
 class TestAugmentation:
     def test_every_result_is_a_shifted_perhaps_mirrored_copy(self) -> None:
         pixels = random_bytes(64, 3, 8, 8)
-        result = crop_and_flip(pixels, 2, stream("test"))
+        result = crop_and_flip(pixels, 2, *random_crops(len(pixels), 2, stream("test")))
         padded = torch.nn.functional.pad(pixels, (2, 2, 2, 2))
         found = set()
         for image, cut in zip(padded, result, strict=True):
@@ -641,9 +641,11 @@ class TestAugmentation:
 
     def test_the_stream_decides_alone(self) -> None:
         pixels = random_bytes(16, 3, 8, 8)
-        once, again = (crop_and_flip(pixels, 2, stream("a")) for _ in range(2))
+        once, again, other = (
+            crop_and_flip(pixels, 2, *random_crops(16, 2, stream(name))) for name in "aab"
+        )
         assert once.equal(again)
-        assert not once.equal(crop_and_flip(pixels, 2, stream("b")))
+        assert not once.equal(other)
 
 
 def _cut(padded: torch.Tensor, top: int, left: int, mirrored: bool) -> torch.Tensor:

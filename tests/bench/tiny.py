@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fop_bench.config import RunConfig
+from fop_bench.data.splits import WHOLE, Share
 from fop_bench.loop import Runtime, train
 from fop_bench.methods import METHODS
 from fop_bench.schedules import ScheduleConfig
@@ -29,6 +30,7 @@ class TinyBatches:
     targets: Tensor
     batch_size: int
     pause: float = 0.0
+    share: Share = WHOLE
 
     def __len__(self) -> int:
         return -(-len(self.inputs) // self.batch_size)
@@ -37,7 +39,7 @@ class TinyBatches:
         for start in range(0, len(self.inputs), self.batch_size):
             time.sleep(self.pause)
             chosen = slice(start, start + self.batch_size)
-            yield self.inputs[chosen], self.targets[chosen]
+            yield self.share.of(self.inputs[chosen]), self.share.of(self.targets[chosen])
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,16 @@ class TinySplits:
     def example(self) -> tuple[Tensor, Tensor]:
         return self.inputs[:2], self.targets[:2]
 
-    def train(self, batch_size: int, epoch: int, seed: int) -> TinyBatches:
+    def train(self, batch_size: int, epoch: int, seed: int, share: Share = WHOLE) -> TinyBatches:
         order = torch.randperm(
             self.train_size, generator=torch.Generator().manual_seed(1000 * seed + epoch)
         )
         return TinyBatches(
-            self.inputs[order], self.targets[order], min(batch_size, self.train_size), self.pause
+            self.inputs[order],
+            self.targets[order],
+            min(batch_size, self.train_size),
+            self.pause,
+            share,
         )
 
     def evaluation(self, split: Literal["validation", "test"]) -> TinyBatches:

@@ -14,7 +14,9 @@ from fop_bench.data.errors import DataError
 from fop_bench.loop import RunExistsError
 from fop_bench.memory import MemoryMeasurementError
 from fop_bench.methods import MethodError
+from fop_bench.parallel import StoppedError, launched_ranks
 from fop_bench.records import RecordError
+from fop_bench.scaling import ScalingMeasurementError
 
 EXPECTED = (
     ConfigError,
@@ -23,7 +25,11 @@ EXPECTED = (
     MethodError,
     RecordError,
     RunExistsError,
+    ScalingMeasurementError,
 )
+
+# Commands that several ranks carry out together; each rank would do all of any other.
+UNDER_TORCHRUN = ("train", "compare")
 
 console = Console()
 
@@ -35,6 +41,8 @@ class Commands(TyperGroup):
         problems = Console(stderr=True)
         try:
             return super().invoke(ctx)
+        except StoppedError as error:  # the first rank has told why
+            raise typer.Exit(1) from error
         except EXPECTED as error:
             problems.print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
             raise typer.Exit(1) from error
@@ -44,6 +52,15 @@ class Commands(TyperGroup):
                 "(train: with --resume)."
             )
             raise typer.Exit(130) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        found = super().resolve_command(ctx, args)
+        if launched_ranks() > 1 and found[0] not in UNDER_TORCHRUN:
+            raise ConfigError(
+                f"fop-bench {found[0]} runs in one process, torchrun launched {launched_ranks()}: "
+                f"start it alone (under torchrun go: {', '.join(UNDER_TORCHRUN)})"
+            )
+        return found
 
 
 app = typer.Typer(

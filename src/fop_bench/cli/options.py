@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from fop_bench.cli.app import console
 from fop_bench.config import ConfigError, parse_overrides
 from fop_bench.loop import Runtime
+from fop_bench.parallel import process_group
 from fop_bench.recipes import Recipe, load_recipe
 
 Name = Annotated[
@@ -69,6 +74,17 @@ def recipe_from(
     overrides = parse_overrides(assignments or ())
     overrides.update({key: value for key, value in flags.items() if value is not None})
     return load_recipe(name, overrides, tuned)
+
+
+@contextmanager
+def parallel_runtime(
+    device: str, data_dir: Path | None, threads: int | None, **settings: Any
+) -> Iterator[Runtime]:
+    """A runtime on all ranks that torchrun launched; only the first of them prints."""
+    alone = runtime_from(device, data_dir, threads, **settings)
+    with process_group(alone.device) as (ranks, own_device):
+        console.quiet = not ranks.first
+        yield replace(alone, device=own_device, ranks=ranks)
 
 
 def runtime_from(

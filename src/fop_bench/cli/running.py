@@ -56,7 +56,7 @@ def train(
     ] = 30.0,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard event files.")] = True,
 ) -> None:
-    """One run, with checkpoints and TensorBoard event files."""
+    """One run, with checkpoints and TensorBoard event files; also under torchrun."""
     recipe = opt.recipe_from(
         name,
         assignments,
@@ -72,10 +72,16 @@ def train(
     config = recipe.run(workload, method, batch_size or recipe.batch_sizes(workload)[0], seed)
     root = Path("runs") / "train"
     run_dir = out or run_path(root, workload.name, method, config.batch_size, seed)
-    runtime = opt.runtime_from(
-        device, data_dir, threads, checkpoint_seconds=checkpoint_seconds, tensorboard=tensorboard
-    )
-    with Display(console) as display:
+    with (
+        opt.parallel_runtime(
+            device,
+            data_dir,
+            threads,
+            checkpoint_seconds=checkpoint_seconds,
+            tensorboard=tensorboard,
+        ) as runtime,
+        Display(console) as display,
+    ):
         run = run_training(config, workload, run_dir, runtime, resume=resume, reporter=display)
     reached = run.reached()
     goal = f"{workload.metric} {workload.target:g}"
@@ -170,7 +176,7 @@ def compare(
     keep_checkpoints: KeepCheckpoints = False,
 ) -> None:
     """Methods x batch sizes x seeds; goes on where it was stopped, and ends with the paper's table
-    and plots.
+    and plots. Also under torchrun.
     """
     from fop_bench.outcome import finish, show_tables
 
@@ -189,13 +195,16 @@ def compare(
         opt.words(methods), opt.numbers(batch_sizes, "--batch-sizes"), opt.numbers(seeds, "--seeds")
     )
     root = out or Path("runs") / "compare" / recipe.name
-    runtime = opt.runtime_from(
-        device, data_dir, threads, tensorboard=False, keep_checkpoint=keep_checkpoints
-    )
-    with Display(console, len(configs), f"compare {recipe.name}") as display:
+    with (
+        opt.parallel_runtime(
+            device, data_dir, threads, tensorboard=False, keep_checkpoint=keep_checkpoints
+        ) as runtime,
+        Display(console, len(configs), f"compare {recipe.name}") as display,
+    ):
         runs = run_all(comparison_jobs(configs, root), runtime, display)
-    show_tables(runs, console)
-    finish(root, console)
+    if runtime.ranks.first:
+        show_tables(runs, console)
+        finish(root, console)
 
 
 @app.command()

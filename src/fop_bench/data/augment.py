@@ -7,14 +7,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def crop_and_flip(pixels: Tensor, padding: int, randomness: torch.Generator) -> Tensor:
-    """Pad [n, c, h, w] with zeros, cut h x w at a random place, mirror every second image.
+def random_crops(
+    size: int, padding: int, randomness: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Top, left [size] and whether to mirror, for a whole batch.
 
-    The random numbers are drawn on the CPU so that every device trains on the same images.
+    Drawn on the CPU and for the whole batch, so that every device, and any number of ranks, trains
+    on the same images.
     """
+    top, left = torch.randint(0, 2 * padding + 1, (2, size), generator=randomness)
+    return top, left, torch.rand(size, generator=randomness) < 0.5
+
+
+def crop_and_flip(
+    pixels: Tensor, padding: int, top: Tensor, left: Tensor, mirrored: Tensor
+) -> Tensor:
+    """Pad [n, c, h, w] with zeros, cut h x w at (top, left), mirror where told."""
     n, _, height, width = pixels.shape
-    top, left = torch.randint(0, 2 * padding + 1, (2, n), generator=randomness)
-    mirrored = torch.rand(n, generator=randomness) < 0.5
     rows = top[:, None] + torch.arange(height)
     columns = left[:, None] + torch.arange(width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns)

@@ -20,10 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 from fop_bench.data.errors import DataError
 from fop_bench.data.seeding import epoch_order, stream
 from fop_bench.data.splits import (
+    WHOLE,
     Batches,
     EvaluationSplit,
     Normalisation,
     NoValidationError,
+    Share,
     check_batch_size,
 )
 
@@ -161,13 +163,15 @@ class FolderBatches:
     batch_size: int
     workers: int
     device: torch.device
+    share: Share = WHOLE
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = torch.split(self.order, self.batch_size)
-        chunks = [chunk.tolist() for batch in batches for chunk in torch.split(batch, CHUNK)]
+        batches = [self.share.of(batch) for batch in torch.split(self.order, self.batch_size)]
+        # A share of no images has one empty chunk, which is nothing to load.
+        chunks = [c.tolist() for batch in batches for c in torch.split(batch, CHUNK) if len(c)]
         loader = iter(
             DataLoader(
                 self.images,
@@ -178,6 +182,10 @@ class FolderBatches:
             )
         )
         for batch in batches:
+            if not len(batch):
+                empty = torch.empty(0, 3, self.images.size, self.images.size, device=self.device)
+                yield empty, torch.empty(0, dtype=torch.long, device=self.device)
+                continue
             parts = [next(loader) for _ in torch.split(batch, CHUNK)]
             pixels, labels = (
                 torch.cat([part.to(self.device, non_blocking=True) for part in column])
@@ -206,11 +214,11 @@ class FolderSplits:
         images = CroppedImages(self.training, self.size)
         return next(iter(FolderBatches(images, torch.arange(2), 2, 0, self.device)))
 
-    def train(self, batch_size: int, epoch: int, seed: int) -> Batches:
+    def train(self, batch_size: int, epoch: int, seed: int, share: Share = WHOLE) -> Batches:
         images = CroppedImages(self.training, self.size, shuffle=(seed, epoch))
         order = epoch_order(self.train_size, seed, epoch)
         capped = check_batch_size(batch_size, self.train_size)
-        return FolderBatches(images, order, capped, self.workers, self.device)
+        return FolderBatches(images, order, capped, self.workers, self.device, share)
 
     def evaluation(self, split: EvaluationSplit) -> Batches:
         files = self.test if split == "test" else self.validation

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from fop_bench.data.augment import crop_and_flip
+from fop_bench.data.augment import crop_and_flip, random_crops
 from fop_bench.data.seeding import epoch_order, stream
 
 EvaluationSplit = Literal["validation", "test"]
@@ -29,6 +29,21 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
+@dataclass(frozen=True)
+class Share:
+    """One of `count` contiguous parts of every batch; the first parts are an example larger."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, batch: Tensor) -> Tensor:
+        """This part of a batch, along its first axis; empty where there are too few examples."""
+        return batch.tensor_split(self.count)[self.index]
+
+
+WHOLE = Share()
+
+
 class Splits(Protocol):
     """Training, validation and test data of one workload."""
 
@@ -40,8 +55,11 @@ class Splits(Protocol):
         """A tiny batch (two examples), to see shapes and dtypes."""
         ...
 
-    def train(self, batch_size: int, epoch: int, seed: int) -> Batches:
-        """The epoch's batches, shuffled by (seed, epoch); the last, smaller one is kept."""
+    def train(self, batch_size: int, epoch: int, seed: int, share: Share = WHOLE) -> Batches:
+        """The epoch's batches, shuffled by (seed, epoch); the last, smaller one is kept.
+
+        Of each batch only the `share` is given, with the examples that the whole batch has there.
+        """
         ...
 
     def evaluation(self, split: EvaluationSplit) -> Batches:
@@ -109,20 +127,24 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class ImageBatches:
-    """Batches of in-memory images; `prepare(pixels, number of the batch)` makes them floats."""
+    """Batches of in-memory images; `prepare(pixels, number of the batch, its size)` makes them
+    floats.
+    """
 
     images: Images
     order: Tensor
     batch_size: int
-    prepare: Callable[[Tensor, int], Tensor]
+    prepare: Callable[[Tensor, int, int], Tensor]
+    share: Share = WHOLE
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, indices in enumerate(torch.split(self.order, self.batch_size)):
-            batch = self.images.select(indices.to(self.images.labels.device))
-            yield self.prepare(batch.pixels, number), batch.labels
+            mine = self.share.of(indices)
+            batch = self.images.select(mine.to(self.images.labels.device))
+            yield self.prepare(batch.pixels, number, len(indices)), batch.labels
 
 
 @dataclass(frozen=True)
@@ -143,23 +165,23 @@ class ImageSplits:
     def example(self) -> tuple[Tensor, Tensor]:
         return self.normalise(self.training.pixels[:2]), self.training.labels[:2]
 
-    def train(self, batch_size: int, epoch: int, seed: int) -> Batches:
-        def prepare(pixels: Tensor, number: int) -> Tensor:
+    def train(self, batch_size: int, epoch: int, seed: int, share: Share = WHOLE) -> Batches:
+        def prepare(pixels: Tensor, number: int, size: int) -> Tensor:
             if self.padding:
-                randomness = stream("augment", seed, epoch, number)
-                pixels = crop_and_flip(pixels, self.padding, randomness)
+                draws = random_crops(size, self.padding, stream("augment", seed, epoch, number))
+                pixels = crop_and_flip(pixels, self.padding, *map(share.of, draws))
             return self.normalise(pixels)
 
         order = epoch_order(self.train_size, seed, epoch)
         capped = check_batch_size(batch_size, self.train_size)
-        return ImageBatches(self.training, order, capped, prepare)
+        return ImageBatches(self.training, order, capped, prepare, share)
 
     def evaluation(self, split: EvaluationSplit) -> Batches:
         images = self.test if split == "test" else self.validation
         if images is None:
             raise NoValidationError
 
-        def prepare(pixels: Tensor, _: int) -> Tensor:
+        def prepare(pixels: Tensor, _number: int, _size: int) -> Tensor:
             return self.normalise(pixels)
 
         return ImageBatches(images, torch.arange(len(images)), EVALUATION_BATCH, prepare)

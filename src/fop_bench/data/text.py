@@ -13,7 +13,14 @@ from fop_bench.data.errors import DataError
 from fop_bench.data.idx import REPLACE, read_bytes
 from fop_bench.data.seeding import epoch_order, stream
 from fop_bench.data.selection import Selection
-from fop_bench.data.splits import Batches, EvaluationSplit, NoValidationError, check_batch_size
+from fop_bench.data.splits import (
+    WHOLE,
+    Batches,
+    EvaluationSplit,
+    NoValidationError,
+    Share,
+    check_batch_size,
+)
 
 # The characters of tiny Shakespeare; fixed, so that a model can be built without the data.
 ALPHABET = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -43,6 +50,7 @@ class TextBatches:
     starts: Tensor
     length: int
     batch_size: int
+    share: Share = WHOLE
 
     def __len__(self) -> int:
         return -(-len(self.starts) // self.batch_size)
@@ -50,7 +58,7 @@ class TextBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         reach = torch.arange(self.length + 1)
         for starts in torch.split(self.starts, self.batch_size):
-            windows = self.tokens[(starts[:, None] + reach).to(self.tokens.device)]
+            windows = self.tokens[(self.share.of(starts)[:, None] + reach).to(self.tokens.device)]
             yield windows[:, :-1], windows[:, 1:]
 
 
@@ -72,12 +80,12 @@ class TextSplits:
     def example(self) -> tuple[Tensor, Tensor]:
         return next(iter(TextBatches(self.training, torch.arange(2), self.length, 2)))
 
-    def train(self, batch_size: int, epoch: int, seed: int) -> Batches:
+    def train(self, batch_size: int, epoch: int, seed: int, share: Share = WHOLE) -> Batches:
         """Windows are cut anew each epoch, at a random offset, as augmentation."""
         offset = int(torch.randint(self.length, (), generator=stream("offset", seed, epoch)))
         starts = offset + self.length * epoch_order(self.train_size, seed, epoch)
         capped = check_batch_size(batch_size, self.train_size)
-        return TextBatches(self.training, starts, self.length, capped)
+        return TextBatches(self.training, starts, self.length, capped, share)
 
     def evaluation(self, split: EvaluationSplit) -> Batches:
         tokens = self.test if split == "test" else self.validation

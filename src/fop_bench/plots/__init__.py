@@ -4,6 +4,7 @@ from fop_bench.plots.bars import memory_bars
 from fop_bench.plots.batches import target_by_batch
 from fop_bench.plots.canvas import png, save
 from fop_bench.plots.curves import curves
+from fop_bench.plots.scaling import scaling_curves
 from fop_bench.plots.surface import landscape_3d, landscape_contour
 from fop_bench.plots.sweeps import ablation, sweep
 
@@ -15,6 +16,7 @@ __all__ = [
     "memory_bars",
     "png",
     "save",
+    "scaling_curves",
     "sweep",
     "target_by_batch",
 ]

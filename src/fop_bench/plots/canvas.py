@@ -57,9 +57,10 @@ def panels(
     share_x: bool = False,
     share_y: bool = True,
     size: tuple[float, float] = PANEL,
+    columns: int = COLUMNS,
 ) -> tuple[Figure, list[Axes]]:
     """A figure of small multiples, sharing their vertical axis unless told otherwise."""
-    columns = min(count, COLUMNS)
+    columns = min(count, columns)
     rows = math.ceil(count / columns)
     width = max(columns * size[0], 6.0) + 0.6
     figure = Figure(figsize=(width, rows * size[1] + 0.9), layout="constrained")

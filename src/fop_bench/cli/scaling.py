@@ -1,0 +1,122 @@
+"""The command `scaling`: strong scaling, measured here and modelled for accelerators."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from fop_bench.cli import options as opt
+from fop_bench.cli.app import app, console
+from fop_bench.config import ConfigError
+from fop_bench.costs import PEAKS, accelerator
+from fop_bench.methods import get_method
+from fop_bench.recipes import load_recipe
+from fop_bench.workloads import WORKLOADS
+
+
+@app.command()
+def scaling(
+    name: opt.Name,
+    methods: opt.Methods = "sgd,kfac,fop",
+    batch_sizes: Annotated[
+        str, typer.Option(help="Comma-separated global batch sizes; default: the largest.")
+    ] = "",
+    ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks to measure.")] = (
+        "1,2"
+    ),
+    interval: Annotated[int, typer.Option(help="Steps between renewals of curvature.")] = 10,
+    blocks: Annotated[int, typer.Option(help="Intervals that each process times.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Times that everything is measured, in turn.")] = 3,
+    measuring: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Without: the cost model alone.")
+    ] = True,
+    accelerators: Annotated[
+        str, typer.Option(help=f"Comma-separated presets to model: {', '.join(PEAKS)}; or none.")
+    ] = "h100",
+    model_ranks: Annotated[
+        str, typer.Option(help="Comma-separated numbers of ranks to model.")
+    ] = "1,8,16,32,64,128,256,512,1024",
+    model_batch_sizes: Annotated[
+        str, typer.Option(help="Global batch sizes to model; default: those measured.")
+    ] = "",
+    utilisation: Annotated[
+        float, typer.Option(help="Share of an accelerator's peak that training reaches.")
+    ] = 0.3,
+    out: Annotated[Path | None, typer.Option(help="Directory; default: runs/scaling/NAME.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Time, rank-time and efficiency against ranks and batch size; beyond this machine by a model
+    that is marked as one.
+    """
+    from fop_bench import plots
+    from fop_bench.scaling import (
+        FILE,
+        Scaling,
+        Timing,
+        measure_all,
+        predict_all,
+        probe,
+        write_scaling,
+    )
+    from fop_bench.scaling_tables import scaling_tables
+    from fop_bench.tables import to_rich
+
+    recipe = load_recipe(name)
+    workload = WORKLOADS[recipe.workloads[0]]
+    names = opt.words(methods)
+    for method in names:
+        get_method(method)
+    sizes = opt.numbers(batch_sizes, "--batch-sizes") or recipe.batch_sizes(workload)[-1:]
+    counts = _positive(ranks, "--ranks")
+    modelled = _positive(model_ranks, "--model-ranks")
+    modelled_sizes = opt.numbers(model_batch_sizes, "--model-batch-sizes") or sizes
+    presets = () if accelerators == "none" else opt.words(accelerators)
+    unknown = [preset for preset in presets if preset not in PEAKS]
+    if unknown:
+        raise ConfigError(
+            f"--accelerators {unknown[0]!r}: expected some of {', '.join(PEAKS)}, or none"
+        )
+    if not measuring and not presets:
+        raise ConfigError("--no-measure --accelerators none: nothing to do; drop one of them")
+    root = out or Path("runs") / "scaling" / recipe.name
+    if (root / FILE).exists():
+        raise ConfigError(f"{root / FILE} exists: choose another directory with --out")
+    hardware = [accelerator(preset, utilisation) for preset in presets]
+    timings: tuple[Timing, ...] = ()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    predictions = [
+        p for h in hardware
+        for p in predict_all(workload.name, names, modelled_sizes, modelled, interval, h)
+    ]  # fmt: skip
+    if measuring:
+        with Progress(console=console) as progress:
+            total = rounds * len(names) * len(sizes) * len(counts)
+            task = progress.add_task(f"scaling of {workload.name}", total=total)
+            timings = measure_all(
+                workload.name, names, sizes, counts,
+                interval=interval, blocks=blocks, rounds=rounds, device=device,
+                progress=lambda: progress.advance(task),
+            )  # fmt: skip
+        here = probe(workload.name, max(sizes), max(counts), device=device)
+        predictions = [
+            *predict_all(workload.name, names, sizes, counts, interval, here),
+            *predictions,
+        ]
+        hardware = [here, *hardware]
+    record = Scaling(workload.name, interval, timings, tuple(predictions), tuple(hardware), load)
+    for table in scaling_tables(record):
+        console.print(to_rich(table))
+    picture = plots.save(plots.scaling_curves(record), root / "scaling.png")
+    for path in (write_scaling(record, root / FILE, device), picture):
+        console.print(str(path), soft_wrap=True)
+
+
+def _positive(text: str, option: str) -> tuple[int, ...]:
+    found = opt.numbers(text, option)
+    if not found or min(found) < 1:
+        raise ConfigError(f"{option} {text!r}: expected whole numbers >= 1 with commas between")
+    return tuple(sorted(set(found)))
