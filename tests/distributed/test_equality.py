@@ -68,7 +68,8 @@ def uneven_batches(rank: Rank) -> None:
 
 def accumulation(rank: Rank) -> None:
     """Micro-batches under no_sync, with a synchronisation in each, and in a plain module."""
-    for kind in KINDS:
+    # On one rank the halves of two micro-batches are not those of the whole batch.
+    for kind in KINDS if rank.ranks > 1 else (fop.KFAC,):
         expected, _ = alone(rank, kind, sizes(rank))
         for wrapped, synchronise in ((True, False), (True, True), (False, False)):
             found, _ = together(
