@@ -34,6 +34,8 @@ ALLOWED = {
     "rules": {"moments"},
     "block": {"capture", "curvature", "layers", "moments", "scaling", "settings", "stagger"},
     "checks": {"block", "distributed"},
+    "notices": {"block", "scaling"},
+    "renewal": {"block", "curvature", "linalg", "moments", "scaling"},
     "distributed": {"block", "capture", "distributed", "moments", "scaling"},
     "engine": {
         "block",
@@ -44,7 +46,9 @@ ALLOWED = {
         "distributed",
         "linalg",
         "moments",
+        "notices",
         "projection",
+        "renewal",
         "rules",
         "scaling",
         "settings",

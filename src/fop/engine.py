@@ -13,8 +13,7 @@ decompositions need it anyway.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +23,15 @@ from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
 from fop.checks import check_captured, find_problem
-from fop.curvature import Curvature, make_curvature
-from fop.curvature.base import RefreshJob
+from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
 from fop.linalg import all_finite
 from fop.moments import FactorSums, factor_dtype
+from fop.notices import Notices
 from fop.projection import Coefficients, Metric, fop_update
+from fop.renewal import make_factors, renew
 from fop.rules import adamw_step, momentum_step
-from fop.scaling import LossScale, Number, factor_scales, square_scale
+from fop.scaling import LossScale, Number
 from fop.settings import Settings
 from fop.stagger import phases
 
@@ -77,8 +77,7 @@ class Engine:
         self.coefficients: dict[str, Coefficients] = {}
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
-        self._said_no_halves = self._said_unknown_scale = False
-        self._said_bypassed = self._said_unexplained = False
+        self.notices = Notices()
         self._solves = 1  # with a layer's metric, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
@@ -185,7 +184,7 @@ class Engine:
         totals = self.exchange.total(report)
         for block in active:
             if block.capture.bypassed and not block.capture.given_up and block.ready:
-                self._say_bypassed(block)
+                self.notices.bypassed(block)
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
         with_sums = []
@@ -283,14 +282,7 @@ class Engine:
             if block.layer.indexed and largest > 1 and count.examples == count.passes:
                 block.capture.given_up = True
                 block.capture.reset()
-                warnings.warn(
-                    f"embedding {block.name!r} is called with one row of indices for the whole "
-                    "batch, so it sees no single examples: it follows its plain gradient with "
-                    f"momentum. Pass skip=[{block.name!r}] to train it by the fallback rule. (Said "
-                    "once.)",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
+                self.notices.given_up(block)
 
     def _refresh(
         self,
@@ -311,85 +303,32 @@ class Engine:
         ]
         for block in fresh:
             block.capture.sums = None
-        for block, sums in mine:
-            self._scale(block, sums)
-        factors = [t for _, sums in mine for t in sums.bounds()]
+        self._make_factors(mine)
         # Sums that are finite on each rank may not be so together, or once they are scaled.
-        unsound = bool(factors) and not bool(all_finite(factors))
+        bounds = (bound for _, sums in mine for bound in sums.bounds())
+        unsound = bool(mine) and not bool(all_finite(bounds))
         _, agreed = self.exchange.settle(torch.zeros((), device=self._device), [(unsound, False)])
         if agreed[0][0]:
             return [], False
-        self._say_unexplained(fresh)
-        failed: list[Block] = []
-        for some in _rounds(mine):
-            failed += self._renew(some, options, state)
+        shares = {b: share for b in fresh if (share := b.capture.take_unexplained()) is not None}
+        self.notices.unexplained(shares)
+        failed = renew(mine, self.settings.factor_decay, self._solves, options, state)
         if failed:
-            warnings.warn(
-                f"the curvature of {', '.join(repr(block.name) for block in failed)} could not be "
-                "inverted, not even in float64 with more damping: the previous inverse is used "
-                "where there is one, else the plain gradient. If this repeats, raise damping.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            self.notices.not_inverted(failed)
         return failed, True
 
-    def _renew(
-        self, fresh: list[tuple[Block, FactorSums]], options: Mapping[Tensor, Group], state: State
-    ) -> list[Block]:
-        """Factors into moving averages, and those into metrics; the layers where that failed."""
-        jobs: dict[Curvature, list[tuple[Block, RefreshJob]]] = {}
-        for block, sums in fresh:
-            state[block.weight]  # exists from now on
-            own, decay = block.state_in(state), self.settings.factor_decay
-            block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
-            if sums.squares is not None:
-                block.curvature.absorb_squares(own, sums.squares, decay)
-            job = RefreshJob(own, options[block.weight]["damping"], self._solves)
-            jobs.setdefault(block.curvature, []).append((block, job))
-        failed = []
-        for curvature, pairs in jobs.items():
-            done = curvature.refresh([job for _, job in pairs])
-            failed += [block for (block, _), fine in zip(pairs, done, strict=True) if not fine]
-        self._restart(failed, dict(fresh), state)
-        return failed
-
-    def _restart(
-        self, failed: list[Block], fresh: Mapping[Block, FactorSums], state: State
-    ) -> None:
-        """Start moving averages anew that hold something not finite, which would never fade."""
-        for block in failed:
-            batch = {"input_factor": fresh[block].inputs, "output_factor": fresh[block].outputs}
-            own = block.state_in(state)
-            if not bool(all_finite([own[key] for key in batch])):
-                own.update({key: factor.clone() for key, factor in batch.items()})
-
-    def _scale(self, block: Block, sums: FactorSums) -> None:
-        """Make a batch's raw sums its Kronecker factors, in place."""
-        settings = self.settings
+    def _make_factors(self, fresh: Sequence[tuple[Block, FactorSums]]) -> None:
         # Extra passes differentiate each example's own loss, unscaled; training passes
         # differentiate the user's.
         empirical = self.plan.empirical
-        reduction = settings.loss_reduction if empirical else "sum"
-        of_inputs, of_outputs = factor_scales(
-            examples=sums.examples,
-            rows=sums.rows,
-            sharing=settings.sharing,
-            reduction=reduction,
-            ranks=self.exchange.ranks,
-        )
-        sums.inputs.mul_(of_inputs)
-        quadratic = [sums.outputs] if sums.squares is None else [sums.outputs, sums.squares]
-        if empirical and self.loss_scale is not None:
-            if self.loss_scale.measured and block.capture.gradient_touched():
-                self._say_unknown_scale()
-            scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
-            torch._foreach_mul_(quadratic, scale.to(sums.outputs) ** 2)  # first: it only shrinks
-        sums.outputs.mul_(of_outputs)
-        if sums.squares is not None:
-            of_squares = square_scale(
-                examples=sums.examples, reduction=reduction, ranks=self.exchange.ranks
-            )
-            sums.squares.mul_(of_squares)
+        reduction = self.settings.loss_reduction if empirical else "sum"
+        for block, sums in fresh:
+            scale = None
+            if empirical and self.loss_scale is not None:
+                if self.loss_scale.measured and block.capture.gradient_touched():
+                    self.notices.unknown_scale()
+                scale = self.loss_scale.of_captured(block.capture.gradient_ratio())
+            make_factors(sums, self.settings.sharing, reduction, self.exchange.ranks, scale)
 
     def _precondition(
         self,
@@ -444,7 +383,7 @@ class Engine:
             examples = gathered.examples(block)
             difference = _difference(block, matrix, gathered)
             if difference is None:
-                self._say_no_halves(block, *examples)
+                self.notices.no_halves(block, *examples)
         return fop_update(
             matrix, difference, metric, settings.beta, settings.eta, settings.total_weight
         )
@@ -463,83 +402,7 @@ class Engine:
         for block in fresh:
             counts = reading.counts[block]
             if 0 in (counts.first, counts.second):
-                self._say_no_halves(block, counts.first, counts.second)
-
-    def _say_unknown_scale(self) -> None:
-        if self._said_unknown_scale:
-            return
-        self._said_unknown_scale = True
-        warnings.warn(
-            "gradients were changed (clipped, say) after GradScaler.unscale_(), so the loss scale "
-            "of this step can't be told from the change, and the curvature shrinks with the "
-            "square of a clip. Set optimizer.grad_scaler = scaler once, where optimizer is the "
-            "fop optimizer itself. (Said once.)",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-
-    def _say_bypassed(self, block: Block) -> None:
-        if self._said_bypassed:
-            return
-        self._said_bypassed = True
-        warnings.warn(
-            f"layer {block.name!r} has a gradient that came without a call of the module (its "
-            "weight was used directly, or is now computed by a parametrization or pruning), so its "
-            "curvature is not renewed and its halves are not known: call the module, or build the "
-            f"optimizer again, with skip=[{block.name!r}] if need be. (Said once.)",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-
-    def _say_unexplained(self, blocks: list[Block]) -> None:
-        """Notice a weight that is also used without its module, within one backward pass."""
-        shares = {b: share for b in blocks if (share := b.capture.take_unexplained()) is not None}
-        if self._said_unexplained or not shares:
-            return
-        values = torch.stack([share.cpu() for share in shares.values()]).tolist()
-        for block, share in zip(shares, values, strict=True):
-            # Several calls may be added up in another order than autograd's.
-            if share > torch.finfo(block.weight.dtype).eps ** 0.4:
-                self._said_unexplained = True
-                warnings.warn(
-                    f"the gradient of layer {block.name!r} is not what the calls of its module "
-                    "gave it: its weight is also used without the module (F.linear(x, "
-                    "layer.weight), say), or a hook changes its gradient. Curvature and halves "
-                    "know the calls alone. Call a module that shares the weight instead, or pass "
-                    f"skip=[{block.name!r}]. (Said once.)",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
-                return
-
-    def _say_no_halves(self, block: Block, first: Number, second: Number) -> None:
-        if self._said_no_halves or block.capture.given_up or first == second == 0:
-            return
-        self._said_no_halves = True
-        warnings.warn(
-            f"layer {block.name!r} saw {int(first)} and {int(second)} examples in the two halves "
-            "of this step's batch: with an empty half there is nothing to project, and such steps "
-            'are KFAC steps. Use at least two examples a step, or, with halves="microbatches", two '
-            'backward passes, or, with halves="ranks", examples on even and on odd ranks. (Said '
-            "once.)",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-
-
-def _rounds(
-    fresh: list[tuple[Block, FactorSums]],
-) -> Iterator[list[tuple[Block, FactorSums]]]:
-    """What to renew together: all, for one host read, unless that costs nothing.
-
-    One at a time, sums go and a decomposition replaces its predecessor before the next needs
-    memory. The list is emptied.
-    """
-    one_by_one = all(block.weight.device.type == "cpu" for block, _ in fresh)
-    while fresh:
-        count = 1 if one_by_one else len(fresh)
-        some, fresh[:count] = fresh[:count], []
-        yield some
+                self.notices.no_halves(block, counts.first, counts.second)
 
 
 def _covered(blocks: Iterable[Block]) -> dict[Tensor, int]:

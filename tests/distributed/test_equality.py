@@ -275,13 +275,13 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
             # Alternate passes of layer b are not those of the others.
             capture = reference._engine.blocks[1].capture
             capture.signed, capture.examples = None, [4 * ((rank.ranks + 1) // 2), 0]
-        reference._engine._said_no_halves = True
+        reference._engine.notices._said.add("no halves")
         reference.step()
     for wrapped in DDP:
         model = make()
         module = DistributedDataParallel(model, find_unused_parameters=True) if wrapped else model
         optimizer = fop.FOP(module, kl_clip=1e-2)
-        optimizer._engine._said_no_halves = True
+        optimizer._engine.notices._said.add("no halves")
         for step in range(4):
             optimizer.zero_grad()
             x, y = batch(step, rank.index)
