@@ -346,8 +346,12 @@ def test_unitwise_norms_take_the_reference_step(name: str, project: bool) -> Non
     model = factory().double()
     model(torch.zeros(1, *shape, dtype=torch.float64))
     settings = {"norms": "unitwise", "damping": 0.01}
-    # Where a branch is dropped for all examples but one, the halves point the same way.
-    assert_same_training(model, shape, settings, project=project, sizes=(4, 3), loose_scalars=True)
+    # It drops branches at random. With one example left in a layer, a and d are parallel, and s,
+    # beta and cos2 are those of round-off; the step is not.
+    dropping = name == "vision transformer"
+    assert_same_training(
+        model, shape, settings, project=project, sizes=(4, 3), loose_scalars=dropping
+    )
 
 
 @pytest.mark.parametrize("sizes", [(7,), (1,), (2, 2, 2), (3, 3, 3), (4, 1, 2), (1, 1, 1)], ids=str)
