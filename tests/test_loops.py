@@ -111,11 +111,17 @@ def test_low_rank_adapters_train_and_leave_the_frozen_weights_alone() -> None:
 def test_other_layers_are_trained_by_the_fallback_and_named(
     kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """By a message that is seen without any set-up of logging, unless they are skipped."""
     layer = kind(5, 4)
-    with caplog.at_level("INFO", logger="fop"):
-        optimizer = fop.FOP(nn.Sequential(layer))
-    assert f"no curvature for {kind.__name__}" in caplog.text
-    assert f"by sgd ({kind.__name__} 0)" in repr(optimizer)
+    with caplog.at_level("WARNING", logger="fop"):
+        fop.FOP(nn.Sequential(layer, nn.LayerNorm(4)), skip=kind)
+        assert not caplog.records
+        optimizer = fop.FOP(nn.Sequential(layer, nn.LayerNorm(4)))
+    [record] = caplog.records
+    assert record.getMessage() == (
+        f"'0' is trained by the fallback rule: no curvature for {kind.__name__}"
+    )
+    assert f"by sgd ({kind.__name__} 0; LayerNorm 1)" in repr(optimizer)
     assert {group["rule"] for group in optimizer.param_groups} == {"sgd"}
 
 

@@ -71,8 +71,16 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
             continue
         layer, weight = layer_for(module, norms=norms), module._parameters.get("weight")
         if layer is None and any(p is not None for p in module._parameters.values()):
-            kind = type(module).__name__
-            logger.info("%r is trained by the fallback rule: no curvature for %s", name, kind)
+            # Seen by default where a user would expect curvature: matrices of torch's layers.
+            torchs_own = type(module).__module__.startswith("torch.nn.")
+            matrix = any(p is not None and p.dim() > 1 for p in module._parameters.values())
+            surprising = torchs_own and matrix and module not in skipped
+            logger.log(
+                logging.WARNING if surprising else logging.INFO,
+                "%r is trained by the fallback rule: no curvature for %s",
+                name,
+                type(module).__name__,
+            )
         if layer is None or module in skipped or weight in taken:
             continue
         sharing = owners.get(weight, []) if weight is not None else []
