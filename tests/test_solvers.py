@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fop
@@ -162,3 +163,42 @@ def test_a_steady_step_needs_no_more_than_the_method_does(kind: Any, products: i
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     assert counter.get_total_flops() == products * 2 * 130 * 201 * (130 + 201)
+
+
+@pytest.mark.parametrize("bad", [None, 1, 4], ids=["all sound", "one indefinite", "one hopeless"])
+def test_decompositions_of_equal_shapes_may_be_made_together(
+    bad: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators: the same results, each for itself, and no failure spreads."""
+    generator = torch.Generator().manual_seed(0)
+
+    def positive(groups: int, width: int) -> Tensor:
+        x = torch.randn(groups, width, width + 2, generator=generator, dtype=torch.float64)
+        return x @ x.mT / width
+
+    factors = [positive(1, 5), positive(2, 5), positive(1, 3), positive(1, 5), positive(1, 5)]
+    factors.append(factors[0].diagonal(dim1=-2, dim2=-1).clone())
+    if bad == 1:
+        factors[1][1] -= 5 * torch.eye(5)
+    elif bad == 4:
+        factors[4][0, 0, 0] = math.nan
+    shifts = [torch.full((len(f),), 0.1 * i + 0.1).double() for i, f in enumerate(factors)]
+    triangular = [False, False, True, True, False, False]
+
+    def decompose() -> list[Any]:
+        return [linalg.damped_inverses(factors, shifts, triangular), linalg.eigenbases(factors)]
+
+    alone = decompose()
+    calls = []
+    original = torch.linalg.cholesky_ex
+    monkeypatch.setattr(linalg, "UNBATCHED_DEVICES", set())
+    monkeypatch.setattr(
+        torch.linalg, "cholesky_ex", lambda *a, **k: (calls.append(len(a[0])), original(*a, **k))[1]
+    )
+    together = decompose()
+    assert calls[:3] == [4, 1, 1]  # one call for the inverses of width 5
+    for found, wanted in zip(together, alone, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+            parts = [] if one is None else [one] if isinstance(one, Tensor) else one
+            assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in parts)

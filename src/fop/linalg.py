@@ -15,6 +15,8 @@ from torch import Tensor
 
 # Each rung retries in float64 with this times the asked-for shift.
 LADDER = (1.0, 10.0, 1e3, 1e5)
+# Where decompositions of equal shape are made one by one.
+UNBATCHED_DEVICES = {"cpu"}
 # Symmetric products are computed in blocks of rows: smaller ones are slower, more save little.
 SMALLEST_BLOCK = 128
 MOST_BLOCKS = 8
@@ -157,8 +159,8 @@ def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
     return _with_ladder([_eigenbasis] * len(factors), factors, shifts, first_shift=0.0)
 
 
-# Of a factor and a shift: the decomposition, and a 0-dimensional flag on the device that tells
-# whether it is sound.
+# Of a factor and a shift: the decomposition, and flags [g] on the device that tell whether it is
+# sound.
 Attempt = Callable[[Tensor, Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -169,26 +171,50 @@ def _with_ladder(
     first_shift: float = 1.0,
 ) -> list[tuple[Tensor, ...] | None]:
     """Try every factor once, then those that failed again in float64 with growing shifts."""
-    results: list[tuple[Tensor, ...] | None] = []
-    flags: list[Tensor] = []
-    for attempt, factor, shift in zip(attempts, factors, shifts, strict=True):
+    results: list[tuple[Tensor, ...] | None] = [None] * len(factors)
+    flags: dict[int, Tensor] = {}
+    for members in _batches(attempts, factors):
+        attempt, sizes = attempts[members[0]], [len(factors[index]) for index in members]
+        factor, shift = (_joined([all_[index] for index in members]) for all_ in (factors, shifts))
         result, good = _guarded(attempt, factor, shift * first_shift)
-        results.append(result)
-        flags.append(good)
+        flags |= zip(members, good.split(sizes), strict=True)
+        if result is None or len(members) == 1:
+            results[members[0]] = result
+            continue
+        for index, *parts in zip(members, *(part.split(sizes) for part in result), strict=True):
+            results[index] = tuple(part.clone() for part in parts)  # to be kept and saved alone
     if not flags:
         return results
     # The one host read; devices may differ in a model spread over several.
-    succeeded = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-    for index, fine in enumerate(succeeded):
+    device = flags[0].device
+    sound = torch.stack([flags[index].all().to(device) for index in range(len(factors))]).tolist()
+    for index, fine in enumerate(sound):
         if not fine:
             results[index] = _climb(attempts[index], factors[index], shifts[index])
     return results
 
 
+def _batches(attempts: Sequence[Attempt], factors: Sequence[Tensor]) -> list[list[int]]:
+    """Which factors to decompose in one call: on accelerators those of one shape.
+
+    On a CPU, which is busy with one, nothing would be gained.
+    """
+    alike: dict[object, list[int]] = {}
+    for index, (attempt, factor) in enumerate(zip(attempts, factors, strict=True)):
+        shape = (attempt, factor.shape[1:], factor.dtype, factor.device)
+        alone = factor.device.type in UNBATCHED_DEVICES
+        alike.setdefault(index if alone else shape, []).append(index)
+    return list(alike.values())
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
 def _climb(attempt: Attempt, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...] | None:
     for more in LADDER:
         result, good = _guarded(attempt, factor.double(), shift.double() * more)
-        if result is not None and bool(good):
+        if result is not None and bool(good.all()):
             return tuple(part.to(factor.dtype) for part in result)
     return None
 
@@ -199,7 +225,7 @@ def _guarded(
     try:
         return attempt(factor, shift)
     except RuntimeError:  # torch.linalg.LinAlgError, and what some back ends raise instead
-        return None, torch.zeros((), dtype=torch.bool, device=factor.device)
+        return None, torch.zeros(len(factor), dtype=torch.bool, device=factor.device)
 
 
 def _shifted(factor: Tensor, shift: Tensor) -> Tensor:
@@ -224,22 +250,22 @@ def _triangle(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
     lower = damped.mT  # column by column, as LAPACK works: in place
     info = torch.empty(lower.shape[:-2], dtype=torch.int32, device=lower.device)
     torch.linalg.cholesky_ex(lower, out=(lower, info))
-    return (damped,), (info == 0).all() & _finite_diagonal(damped)
+    return (damped,), (info == 0) & _finite_diagonal(damped)
 
 
 def _reciprocal(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
     inverse = (factor + shift.unsqueeze(-1)).reciprocal()
-    return (inverse,), (inverse > 0).all() & inverse.isfinite().all()
+    return (inverse,), ((inverse > 0) & inverse.isfinite()).all(-1)
 
 
 def _finite_diagonal(matrix: Tensor) -> Tensor:
     """Enough to look at: the diagonal of U, and of U^-1 U^-T, bounds all other entries."""
-    return matrix.diagonal(dim1=-2, dim2=-1).isfinite().all()
+    return matrix.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
 def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     if factor.dim() == 2:
-        return (factor.clamp(min=0.0),), factor.isfinite().all()
+        return (factor.clamp(min=0.0),), factor.isfinite().all(-1)
     values, vectors = torch.linalg.eigh(_shifted(factor, shift))
     values = (values - shift.unsqueeze(-1)).clamp_(min=0.0)
-    return (values, vectors), values.isfinite().all() & vectors.isfinite().all()
+    return (values, vectors), values.isfinite().all(-1) & vectors.isfinite().flatten(1).all(-1)
