@@ -73,6 +73,13 @@ class Block:
         bias = self.capture.bias
         return [self.weight] if bias is None else [self.weight, bias]
 
+    @property
+    def wholes(self) -> list[Tensor]:
+        """What has the shapes of `parameters`, whichever part of these this rank has."""
+        capture = self.capture
+        bias = None if capture.bias is None else capture.whole_bias
+        return [capture.whole_weight] if bias is None else [capture.whole_weight, bias]
+
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of tensors shaped like `parameters`, the views that belong to this layer.
 
@@ -112,16 +119,18 @@ class Block:
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The layer's matrix as parts of its trained parameters."""
-        return self.layer.from_matrix(matrix, *_pair(self.parts(self.parameters)))
+        return self.layer.from_matrix(matrix, *_pair(self.parts(self.wholes)))
 
     def write(self, parts: Sequence[Tensor], updates: dict[Tensor, Tensor]) -> None:
-        """Enter the layer's parts into the updates of its parameters."""
+        """Enter the layer's parts into the updates of its parameters, all rows of them."""
         for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             if part.shape == parameter.shape:
                 updates[parameter] = part.to(parameter.dtype)
             else:
                 if parameter not in updates:
-                    updates[parameter] = torch.zeros_like(parameter)
+                    updates[parameter] = torch.zeros(
+                        parameter.shape, dtype=parameter.dtype, device=parameter.device
+                    )
                 view = self.layer.own_bias if number else self.layer.own_weight
                 view(updates[parameter]).copy_(part)
 

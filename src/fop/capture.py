@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fop.layers import Layer
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
+from fop.shards import is_sharded, local, stand_in
 from fop.squares import Eigenbasis, GradientSquares
 
 
@@ -63,12 +64,12 @@ class PassEnds:
     def _finish(self, task: int) -> None:
         by_dtype: dict[torch.dtype, list[LayerCapture]] = {}
         for capture in self._committed.pop(task, []):
-            if capture.weight.grad is not None:
+            if capture.end_pass():
                 by_dtype.setdefault(factor_dtype(capture.weight.dtype), []).append(capture)
         with torch.no_grad():
             for dtype, captures in by_dtype.items():
-                gradients = [c.weight.grad for c in captures]
-                norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # type: ignore[arg-type]
+                gradients = [local(c.weight.grad) for c in captures if c.weight.grad is not None]
+                norms = torch._foreach_norm(gradients, 2, dtype=dtype)
                 for capture, norm in zip(captures, norms, strict=True):
                     capture.see_gradient(norm)
         if self.on_end is not None:
@@ -107,14 +108,22 @@ class _SeenGradient:
 
     address: int
     version: int
-    norm: Tensor
+    norm: Tensor  # of a shard: of the rank's own rows
+
+    @staticmethod
+    def of(grad: Tensor, norm: Tensor) -> _SeenGradient:
+        return _SeenGradient(_address(grad), grad._version, norm)
 
     def unchanged(self, grad: Tensor) -> bool:
-        return (self.address, self.version) == (grad.data_ptr(), grad._version)
+        return (self.address, self.version) == (_address(grad), grad._version)
 
     def ratio(self, grad: Tensor) -> Tensor:
         """By how much the gradient was scaled since."""
         return torch.where(self.norm > 0, _norm(grad) / self.norm, 1.0)
+
+
+def _address(grad: Tensor) -> int:
+    return local(grad).data_ptr()
 
 
 def _norm(grad: Tensor) -> Tensor:
@@ -133,6 +142,14 @@ class LayerCapture:
         self.weight = weight
         self._bias = bias
         self.plan = plan
+        # To ask for shapes: the parameters, or what stands in for those that ranks have in parts.
+        self.whole_weight = stand_in(weight)
+        self.whole_bias = None if bias is None else stand_in(bias)
+        self.sharded = is_sharded(weight)
+        # FSDP2 runs a module with a gathered parameter in the place of the shard.
+        self.unsharded: nn.Parameter | None = None
+        self.on_unsharded: Callable[[nn.Parameter], None] | None = None
+        self._unreduced = False  # the gradient is still in the gathered parameter
         self.refresh_due = True  # on the next step; the engine decides
         self.curvature_shape: tuple[int, int] | None = None  # of the metric at hand, if any
         self.basis: Eigenbasis | None = None  # where squares of gradients are wanted (EKFAC)
@@ -156,7 +173,8 @@ class LayerCapture:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the layer's matrix, as trained at present."""
-        return self.layer.matrix_shape(self.layer.own_weight(self.weight), self.bias is not None)
+        own = self.layer.own_weight(self.whole_weight)
+        return self.layer.matrix_shape(own, self.bias is not None)
 
     @property
     def wants_sums(self) -> bool:
@@ -165,10 +183,36 @@ class LayerCapture:
 
     def tracks(self, current: Tensor | None) -> bool:
         """Whether a call of the module has to be watched now, given what it has as its weight."""
+        if self.sharded:
+            return self._tracks_gathered(current)
         if current is not self.weight:  # torch.func.functional_call puts plain tensors there
             self.replaced = isinstance(current, nn.Parameter)
             return False
         return self._expecting and self.weight.requires_grad
+
+    def _tracks_gathered(self, current: Tensor | None) -> bool:
+        # Before each call FSDP2 puts its own parameter into the module, so that a user's can't be
+        # there; functional_call's tensors are no parameters.
+        if not isinstance(current, nn.Parameter) or current.shape != self.weight.shape:
+            return False
+        if not (self._expecting and current.requires_grad) or is_sharded(current):
+            return False
+        if current is not self.unsharded:
+            if current.device.type != self.weight.device.type:
+                raise NotImplementedError(
+                    f"a sharded parameter of shape {tuple(self.weight.shape)} is kept on "
+                    f"{self.weight.device} and used on {current.device}: CPUOffloadPolicy is not "
+                    "supported, leave offload_policy out of fully_shard"
+                )
+            self.unsharded = current
+            if self.on_unsharded is not None:
+                self.on_unsharded(current)
+        return True
+
+    @property
+    def in_graph(self) -> nn.Parameter:
+        """The weight that the model's calls have computed with."""
+        return self.weight if self.unsharded is None else self.unsharded
 
     @property
     def _expecting(self) -> bool:
@@ -203,6 +247,15 @@ class LayerCapture:
         self.signed = self.sums = self._pending = self._seen = self._unexplained = None
         self.examples = [0, 0]
         self._passes = 0
+        self._unreduced = False
+
+    def gradient_norms(self) -> tuple[Tensor, Tensor]:
+        """Of `p.grad`, or this rank's rows of it: as its last backward left it, and as it is."""
+        grad = self.weight.grad
+        if self._seen is None or grad is None:
+            nothing = torch.zeros((), device=self.weight.device)
+            return nothing, nothing
+        return self._seen.norm, _norm(local(grad))
 
     def gradient_ratio(self) -> Tensor:
         """By how much `p.grad` was rescaled since its last backward: clipped, or unscaled.
@@ -290,10 +343,18 @@ class LayerCapture:
 
     def _gradient_starts_anew(self) -> bool:
         """Whether `p.grad` holds nothing of what was captured; else both get the same scale."""
+        if self._unreduced:
+            return False
         if self.weight.grad is None or self._seen is None:
             return True
         if self._seen.unchanged(self.weight.grad):
             return False
+        if self.sharded:  # ranks would have to agree on what was done to their rows
+            raise RuntimeError(
+                f"the gradient of a sharded parameter of shape {tuple(self.weight.shape)} was "
+                "changed in place between two backward passes: use optimizer.zero_grad() to zero "
+                "it, and change it after the last pass only"
+            )
         ratio = self.gradient_ratio()
         # Somebody wrote to p.grad between two backwards: zeroed in place, or scaled. Rare, so a
         # host read is fine.
@@ -326,11 +387,16 @@ class LayerCapture:
                 self.sums.add(sums)
         self.plan.passes.note(self, pending.task)
 
+    def end_pass(self) -> bool:
+        """Whether `p.grad` is there now: FSDP2 may keep it to reduce it after a later pass."""
+        self._unreduced = self.sharded and self.weight.grad is None
+        return self.weight.grad is not None
+
     def see_gradient(self, norm: Tensor) -> None:
         """Remember `p.grad` as the pass leaves it."""
         grad = self.weight.grad
         assert grad is not None
-        self._seen = _SeenGradient(grad.data_ptr(), grad._version, norm)
+        self._seen = _SeenGradient.of(grad, norm)
 
     def _commit_halves(self, pending: _Pending) -> None:
         assert pending.signed is not None

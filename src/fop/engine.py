@@ -33,6 +33,7 @@ from fop.renewal import make_factors, renew
 from fop.rules import adamw_step, momentum_step
 from fop.scaling import LossScale, Number
 from fop.settings import Settings
+from fop.shards import is_sharded, local, own_rows, padded
 from fop.stagger import phases
 
 Group = Mapping[str, Any]
@@ -141,6 +142,10 @@ class Engine:
             mine.append((False, owned and self._usable(block, state)))
             for key in () if owned else block.keys:
                 state.get(block.weight, {}).pop(key, None)
+        for parameter, own in state.items():
+            for key in RULE_KEYS & own.keys() if is_sharded(parameter) else ():
+                if own[key].shape == parameter.shape:
+                    own[key] = own[key][own_rows(parameter)].clone()
         _, verdicts = self.exchange.settle(torch.zeros((), device=self._device), mine)
         self._note(self.blocks, verdicts)
 
@@ -211,9 +216,11 @@ class Engine:
         updates = dict(zip(rest, self._unscaled(list(rest.values())), strict=True))
         for parameter in rest:
             if parameter in covered:  # layers write to their parts of it
-                updates[parameter] = updates[parameter].clone()
+                updates[parameter] = padded(parameter, updates[parameter])
         for block, parts in directions.items():
             block.write(parts, updates)
+        for parameter in filter(is_sharded, covered):
+            updates[parameter] = updates[parameter][own_rows(parameter)]
         if not sound:
             healthy = torch.zeros_like(healthy)
         self._apply(trained, updates, totals, healthy, options, state)
@@ -235,11 +242,11 @@ class Engine:
             present = totals.present(parameter)
             if present is not None:
                 go = go & present.to(go.device)
-            update = updates[parameter]
+            update, mine = updates[parameter], local(parameter)
             if group["rule"] == "adamw":
-                adamw_step(parameter, update, own, group, go)
+                adamw_step(mine, update, own, group, go)
             else:
-                momentum_step(parameter, update, own, group, go, decoupled=decoupled)
+                momentum_step(mine, update, own, group, go, decoupled=decoupled)
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients without the loss scale of mixed precision, where they still carry it."""
@@ -262,7 +269,7 @@ class Engine:
 
     def _healthy(self, gradients: Mapping[Tensor, Tensor], active: list[Block]) -> Tensor:
         """Whether everything this rank brings is finite: a 0-dimensional flag on the device."""
-        tensors = list(gradients.values())
+        tensors = [local(gradient) for gradient in gradients.values()]
         for block in active:
             tensors += block.capture.tensors()
         healthy = all_finite(tensors)
@@ -410,7 +417,7 @@ def _covered(blocks: Iterable[Block]) -> dict[Tensor, int]:
     covered: dict[Tensor, int] = {}
     for block in blocks:
         parameters = block.parameters
-        for parameter, part in zip(parameters, block.parts(parameters), strict=True):
+        for parameter, part in zip(parameters, block.parts(block.wholes), strict=True):
             covered[parameter] = covered.get(parameter, 0) + part.numel()
     return covered
 

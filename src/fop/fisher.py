@@ -122,7 +122,7 @@ class ExtraPass:
 
     def run(self, output: Tensor) -> None:
         captures = self.wanting()
-        weights = list(dict.fromkeys(capture.weight for capture in captures))  # may be shared
+        weights = list(dict.fromkeys(capture.in_graph for capture in captures))  # may be shared
         if not weights:
             return
         plan = self._plan

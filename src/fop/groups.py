@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fop.layers import ROLES, Layer, ProjectionLayer, Role, attention_parameters, layer_for
+from fop.shards import check_shards
 
 logger = logging.getLogger("fop")
 
@@ -214,13 +215,8 @@ def check_model(model: object) -> nn.Module:
             "param_groups=[...]"
         )
     inner, _ = unwrapped(model)
+    check_shards(inner)
     for name, parameter in inner.named_parameters():
-        if hasattr(parameter, "placements"):  # a DTensor; importing the class takes long
-            raise NotImplementedError(
-                f"parameter {name!r} is a DTensor with placements {parameter.placements}: models "
-                "sharded by FSDP2 (fully_shard) or tensor parallelism are not supported yet. Use "
-                "DistributedDataParallel; fop shards its own curvature over the ranks"
-            )
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
                 f"parameter {name!r} of a lazy module has no shape yet: run one forward pass "

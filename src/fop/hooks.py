@@ -91,7 +91,7 @@ class ObservedCall(torch.autograd.Function):
         capture: LayerCapture | None = ctx.capture()
         if capture is not None:
             with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-                layer, weight, has_bias = ctx.layer, capture.weight, capture.bias is not None
+                layer, weight, has_bias = ctx.layer, capture.in_graph, capture.bias is not None
                 examples = layer.example_gradients(
                     *ctx.saved_tensors, grad, ctx.statistics, has_bias
                 )
@@ -270,8 +270,25 @@ def watch_module(
     return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
 
 
-def watch_gradient(capture: LayerCapture) -> RemovableHandle:
-    """Start watching what reaches the gradient of a weight; the handle stops it."""
+class RemovableHandles:
+    """Handles of hooks that are placed one after the other, to be removed together."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def watch_gradient(capture: LayerCapture) -> RemovableHandle | RemovableHandles:
+    """Start watching what reaches the gradient of a weight; the handle stops it.
+
+    A sharded weight's reaches the gathered parameter first, which is known from its first call on.
+    """
     reference = weakref.ref(capture)
 
     def commit(weight: Tensor) -> None:
@@ -279,6 +296,12 @@ def watch_gradient(capture: LayerCapture) -> RemovableHandle:
         if alive is not None:
             alive.commit(weight)
 
+    if capture.sharded:
+        watched = RemovableHandles()
+        capture.on_unsharded = lambda gathered: watched.add(
+            gathered.register_post_accumulate_grad_hook(commit)
+        )
+        return watched
     weight, trained = capture.weight, capture.weight.requires_grad
     # Torch takes such a hook only while a parameter is trained; a frozen one may be thawed later.
     weight.requires_grad_(True)

@@ -28,14 +28,17 @@ DIAGONAL_BLOCK = 500
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """A 0-dimensional flag on the first tensor's device. At least one tensor must have entries."""
+    """A 0-dimensional flag on the first tensor's device. There must be one tensor at least."""
     # Extremes can't overflow as sums do, and are found faster than an infinity norm.
+    tensors = list(tensors)
     extremes = [
         extreme
         for tensor in tensors
         if tensor.numel() > 0
         for extreme in torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     ]
+    if not extremes:  # a rank may have no row of any sharded parameter
+        return torch.ones((), dtype=torch.bool, device=tensors[0].device)
     first = extremes[0]
     widest = reduce(torch.promote_types, {extreme.dtype for extreme in extremes})
     return torch.stack([extreme.to(first.device, widest) for extreme in extremes]).isfinite().all()

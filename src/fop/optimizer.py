@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
-from fop.checkpoints import STATE_FORMAT, check_state
+from fop.checkpoints import RULE_KEYS, STATE_FORMAT, check_state
 from fop.distributed import join_group
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
@@ -27,7 +27,7 @@ from fop.groups import (
     find_layers,
     unwrapped,
 )
-from fop.hooks import is_watched, watch_gradient, watch_module
+from fop.hooks import RemovableHandles, is_watched, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
@@ -100,7 +100,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine_step = torch.compiler.disable(self._engine.step)
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
         self._engine_reset = torch.compiler.disable(self._engine.reset)
-        handles: list[RemovableHandle] = []
+        handles: list[RemovableHandle | RemovableHandles] = []
         attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
@@ -201,23 +201,40 @@ class SecondOrderOptimizer(Optimizer):
             if self._exchange.owns(block)
         }
         parts = self._exchange.collect(mine, to)
+        shards = self._collect_shards(to) if self._exchange.has_shards else {}
         if parts is not None:
             blocks = self._engine.blocks
-            self._consolidated = {}
+            self._consolidated = shards
             for index, curvature in ((i, c) for part in parts if part for i, c in part.items()):
                 self._consolidated.setdefault(blocks[index].weight, {}).update(curvature)
+
+    def _collect_shards(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
+        """What the update rules keep, whole, from the rows of all ranks."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        mine = [
+            {k: v.cpu() for k, v in self.state.get(p, {}).items() if k in RULE_KEYS}
+            for p in parameters
+        ]
+        of_ranks = self._exchange.collect_shards(mine, to)
+        if of_ranks is None:
+            return {}
+        return {
+            parameter: {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            for parameter, *parts in zip(parameters, *of_ranks, strict=True)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; with several ranks, after `consolidate_state_dict()`."""
         packed = super().state_dict()
-        if not self._exchange.sharded or self.steps == 0:
+        partial = self._exchange.sharded or self._exchange.has_shards
+        if not partial or self.steps == 0:
             return packed
         if self._consolidated is None:
             raise RuntimeError(
-                f"rank {self._exchange.index} keeps the curvature of some layers only: call "
+                f"rank {self._exchange.index} keeps a part of the state only (the curvature of "
+                "some layers or, of a sharded model, some rows): call "
                 "optimizer.consolidate_state_dict() on all ranks after the last step and before "
-                "state_dict(), or consolidate_state_dict(to=0) to save on rank 0, or use strategy="
-                '"all"'
+                "state_dict(), or consolidate_state_dict(to=0) to save on rank 0"
             )
         for number, parameter in self._numbered(packed):
             curvature = self._consolidated.get(parameter)
@@ -494,6 +511,6 @@ def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
     return options
 
 
-def _remove_all(handles: list[RemovableHandle]) -> None:
+def _remove_all(handles: list[RemovableHandle | RemovableHandles]) -> None:
     for handle in handles:
         handle.remove()

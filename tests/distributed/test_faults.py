@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -218,11 +217,6 @@ def different_models_are_refused_on_all_ranks(rank: Rank) -> None:
     raises(ValueError, "must divide", lambda: fop.FOP(net(), strategy=rank.ranks + 1))
 
 
-def sharded_models_are_refused_by_name(rank: Rank) -> None:
-    model = fully_shard(net())
-    raises(NotImplementedError, "parameter 'first.weight' is a DTensor", lambda: fop.FOP(model))
-
-
 def plain_models_start_from_the_first_rank(rank: Rank) -> None:
     model = net(seed=rank.index)
     fop.FOP(model)
@@ -315,7 +309,6 @@ CHECKS: tuple[Check, ...] = (
     a_rank_without_examples_takes_part,
     an_error_on_one_rank_reaches_all,
     different_models_are_refused_on_all_ranks,
-    sharded_models_are_refused_by_name,
     plain_models_start_from_the_first_rank,
     diagnostics_are_those_of_one_process,
     messages_leave_in_the_pass_that_synchronises,

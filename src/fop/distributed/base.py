@@ -145,6 +145,11 @@ class Exchange(Protocol):
         """Whether some curvature is kept by other ranks only."""
         ...
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether this rank has some rows of each parameter only, and of what goes with it."""
+        ...
+
     def trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that a step changes, equal on all ranks."""
         ...
@@ -177,6 +182,10 @@ class Exchange(Protocol):
 
     def collect(self, mine: Any, to: int | None) -> list[Any] | None:
         """Plain objects of all owners on the given rank, or on all; None elsewhere."""
+        ...
+
+    def collect_shards(self, mine: Any, to: int | None) -> list[Any] | None:
+        """The same of all ranks, in their order."""
         ...
 
     def forget(self) -> None:

@@ -71,7 +71,7 @@ class _AtHand:
 class Local:
     ranks = 1
     index = 0
-    sharded = False
+    sharded = has_shards = False
 
     def __init__(self) -> None:
         self._loss_scale: LossScale | None = None
@@ -112,6 +112,9 @@ class Local:
         return list(values)
 
     def collect(self, mine: Any, to: int | None) -> list[Any]:
+        return [mine]
+
+    def collect_shards(self, mine: Any, to: int | None) -> list[Any]:
         return [mine]
 
     def forget(self) -> None:

@@ -16,6 +16,7 @@ from fop.distributed.packing import Bucket, Parcel, packed_shape, unpack_symmetr
 from fop.distributed.totals import SummedTotals
 from fop.moments import FactorSums, factor_dtype
 from fop.scaling import Number
+from fop.shards import local
 
 Pack = Callable[[Any, list[Tensor]], None]  # of a parcel's key, into its places
 
@@ -50,9 +51,11 @@ class Arrived:
         mail: dict[str, list[Letter]],
         *,
         averaged: bool,
+        sharded: bool,
     ) -> None:
         self._comm = comm
         self._averaged = averaged
+        self._sharded = sharded
         self._request = request
         self._mail = mail
         self._opened: dict[str, dict[Any, list[Tensor]]] = {}
@@ -71,20 +74,20 @@ class Arrived:
             self._opened[kind] = found = {}
             for letter, handle in mine:
                 handle.wait()
-                if kind != "curvature":
+                if kind != "curvature" and not (kind == "average" and self._sharded):
                     letter.flat.div_(comm.ranks)
                 found.update(letter.bucket.views(letter.flat))
             self._mail[kind] = []
         return self._opened[kind]
 
     def average(self, block: Block) -> Sequence[Tensor]:
-        if self._averaged:
+        if self._averaged and not self._sharded:
             return block.gradients(self.gradients(block.parameters))
         return self._open("average")[block]
 
     def gradients(self, parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
         if self._averaged:
-            return {p: p.grad for p in parameters if p.grad is not None}
+            return {p: local(p.grad) for p in parameters if p.grad is not None}
         found = self._open("gradient")
         return {p: found[p][0] for p in parameters}
 
@@ -97,6 +100,10 @@ class Arrived:
         return totals.examples(block)
 
     def rescaling(self, block: Block) -> Tensor | None:
+        if self._sharded:
+            totals = self._request.totals
+            assert isinstance(totals, SummedTotals)
+            return totals.gradient_ratio(block)
         # The gradient is the same on all ranks, and so is what was done to it.
         return block.rescaling(self._request.loss_scale) if self._averaged else None
 
@@ -121,7 +128,7 @@ def sum_parcel(block: Block, owner: int) -> Parcel:
 
 
 def gradient_parcel(block: Block, owner: int, dtype: torch.dtype | None = None) -> Parcel:
-    shapes = tuple(tuple(part.shape) for part in block.parts(block.parameters))
+    shapes = tuple(tuple(part.shape) for part in block.parts(block.wholes))
     weight = block.weight
     return Parcel(block, owner, shapes, dtype or weight.dtype, weight.device)
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fop.distributed.base import Exchange
 from fop.distributed.local import Local
+from fop.shards import group_of
 
 if TYPE_CHECKING:
     from fop.distributed.comm import Comm
@@ -39,17 +40,31 @@ def join_group(
                 "wrapper's is used"
             )
         group = wrapper.process_group
+    shards = group_of(model)
+    if shards is not None:
+        same = group is None or _members(group) == _members(shards)
+        if wrapper is not None or not same:
+            raise ValueError(
+                "the model is sharded by fully_shard over ranks "
+                f"{_members(shards)}: leave out process_group and DistributedDataParallel, these "
+                "ranks train it together"
+            )
+        group = shards
     if group is None:
         group = dist.group.WORLD
     assert group is not None
     ranks = dist.get_world_size(group)
-    if ranks == 1:
+    if ranks == 1 and shards is None:
         return Local()
     comm = Comm(group, row_size(strategy, ranks))
     _check_alike(model, comm)
-    if wrapper is None:
+    if wrapper is None and shards is None:
         _broadcast(model, comm)
-    return Shared(comm, wrapper, difference_dtype)
+    return Shared(comm, wrapper, difference_dtype, sharded=shards is not None)
+
+
+def _members(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
 
 
 def row_size(strategy: str | int, ranks: int) -> int:

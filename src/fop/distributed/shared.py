@@ -3,7 +3,8 @@
 A step's messages, in the order all ranks send them:
 
     curvature    packed sums of x x^T and g g^T to the owners, when due
-    average      p.grad to the owners, unless DistributedDataParallel has averaged it
+    average      p.grad to the owners, unless DistributedDataParallel has averaged it; of FSDP2's
+                 averages, the ranks' rows
     difference   H1 - H2 to the owners (FOP)
     totals       counts, health and problems: one small all-reduce
     gradient     all-reduce of p.grad of parameters in no layer, unless averaged
@@ -41,6 +42,7 @@ from fop.distributed.packing import Bucket, Parcel, into_buckets, pack_symmetric
 from fop.distributed.placement import Work, cost, place
 from fop.distributed.totals import SummedTotals
 from fop.scaling import LossScale
+from fop.shards import is_sharded, local, padded
 
 KINDS = ("curvature", "average", "difference", "gradient")
 
@@ -48,7 +50,8 @@ KINDS = ("curvature", "average", "difference", "gradient")
 class Shared:
     """The exchange of one model's optimizers on all ranks of a process group.
 
-    With a `wrapper`, p.grad is equal on all ranks at step(); without, it is averaged here.
+    With a `wrapper`, p.grad is equal on all ranks at step(); without, it is averaged here. Of a
+    `sharded` model, each rank has its own rows of the averaged p.grad, and changes its own rows.
     """
 
     def __init__(
@@ -56,11 +59,14 @@ class Shared:
         comm: Comm,
         wrapper: DistributedDataParallel | None,
         difference_dtype: torch.dtype | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         self.comm = comm
         self.ranks, self.index = comm.ranks, comm.index
         self._wrapper = wrapper
-        self._averaged = wrapper is not None
+        self._sharded = sharded
+        self._averaged = sharded or wrapper is not None
         self._difference_dtype = difference_dtype
         self._owners: dict[Block, int] = {}
         self._by_capture: dict[LayerCapture, Block] = {}
@@ -86,6 +92,10 @@ class Shared:
     @property
     def sharded(self) -> bool:
         return self.comm.row_size > 1
+
+    @property
+    def has_shards(self) -> bool:
+        return self._sharded
 
     def trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         if self._averaged:
@@ -118,7 +128,7 @@ class Shared:
         """Of all trained layers, whether this rank uses them or not: the same on all ranks."""
         assert self._plan is not None
         trained = [block for block in self._owners if self.trained([block.weight])]
-        if self._averaged:  # p.grad is not there yet
+        if self._wrapper is not None:  # p.grad is not there yet
             trained = [block for block in self._owners if block.weight.requires_grad]
         backwards = [block for block in reversed(trained) if not block.capture.given_up]
         channels = []
@@ -126,7 +136,7 @@ class Shared:
         if self._plan.curvature and due:
             parcels = [sum_parcel(block, self._owners[block]) for block in due]
             channels.append(Channel("curvature", "curvature sums", parcels, _pack_sums))
-        if not self._averaged:
+        if self._sharded or not self._averaged:
             parcels = [gradient_parcel(b, self._owners[b]) for b in reversed(trained)]
             channels.append(Channel("average", "averages", parcels, _pack_gradients))
         if self._plan.halves != "none":
@@ -147,10 +157,15 @@ class Shared:
 
     def total(self, report: Report) -> Totals:
         self._loss_scale = report.loss_scale
+        if self._sharded and report.loss_scale is not None:
+            raise NotImplementedError(
+                "GradScaler is not supported with fully_shard, because each rank would find the "
+                "overflows of its own rows only: use bfloat16 (MixedPrecisionPolicy)"
+            )
         if self._outbox is None or self._outbox.outdated:
             self._outbox = self._new_outbox()
         self._outbox.close()
-        totals = SummedTotals(report, self.comm, presence=not self._averaged)
+        totals = SummedTotals(report, self.comm, presence=not self._averaged, sharded=self._sharded)
         if report.problem is not None:
             totals.wait()  # so that the others don't wait for this rank
             raise report.problem
@@ -172,7 +187,9 @@ class Shared:
                 Letter.to_all(self.comm, bucket, _pack_gradient) for bucket in into_buckets(parcels)
             ]
         self._outbox = None
-        self._gathered = Arrived(self.comm, request, mail, averaged=self._averaged)
+        self._gathered = Arrived(
+            self.comm, request, mail, averaged=self._averaged, sharded=self._sharded
+        )
         return self._gathered
 
     def recall(self, block: Block) -> Gathered | None:
@@ -231,6 +248,9 @@ class Shared:
         # One row has everything.
         return self.comm.gather_objects(mine if self.comm.row == 0 else None, to)
 
+    def collect_shards(self, mine: Any, to: int | None) -> list[Any] | None:
+        return self.comm.gather_objects(mine, to)
+
     def _device(self) -> torch.device:
         return next(iter(self._owners)).weight.device if self._owners else torch.device("cpu")
 
@@ -261,7 +281,10 @@ def _pack_sums(block: Block, places: list[Tensor]) -> None:
 def _pack_gradients(block: Block, places: list[Tensor]) -> None:
     for number, (parameter, place_) in enumerate(zip(block.parameters, places, strict=True)):
         part = block.layer.own_bias if number else block.layer.own_weight
-        copy_or_zero(None if parameter.grad is None else part(parameter.grad), place_)
+        grad = parameter.grad
+        if grad is not None and is_sharded(grad):
+            grad = padded(parameter, local(grad))
+        copy_or_zero(None if grad is None else part(grad), place_)
 
 
 def _pack_gradient(parameter: Tensor, places: list[Tensor]) -> None:

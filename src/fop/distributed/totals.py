@@ -16,15 +16,25 @@ COUNTS = len(fields(Counts))
 
 
 class SummedTotals:
-    """One vector: counts of each layer, presence of parameters if asked for, and four flags."""
+    """One vector: counts of each layer, presence of parameters if asked for, and four flags.
 
-    def __init__(self, report: Report, comm: Comm, *, presence: bool) -> None:
+    Of sharded layers also the squared norms of gradients, as backward passes left them and at
+    present: a rank can't tell from its own rows, which may be none, by how much they were clipped.
+    """
+
+    def __init__(
+        self, report: Report, comm: Comm, *, presence: bool, sharded: bool = False
+    ) -> None:
         self._places = {block: COUNTS * i for i, block in enumerate(report.blocks)}
         numbers = [float(number) for block in report.blocks for number in astuple(Counts.of(block))]
         self._present: dict[Tensor, int] = {}
         if presence:
             self._present = {p: len(numbers) + i for i, p in enumerate(report.parameters)}
             numbers += [float(p in report.gradients) for p in report.parameters]
+        self._norms = {
+            b: len(numbers) + 2 * i for i, b in enumerate(report.blocks if sharded else ())
+        }
+        numbers += [0.0] * (2 * len(self._norms))
         captures = [block.capture for block in report.blocks]
         empty = any(c.saw_empty for c in captures)
         filled = any(c.saw_examples for c in captures)
@@ -35,6 +45,9 @@ class SummedTotals:
             device=report.healthy.device,
         )
         self._vector[-1] = (~report.healthy).to(torch.float64)
+        for block, at in self._norms.items():
+            for place, norm in enumerate(block.capture.gradient_norms()):
+                self._vector[at + place] = norm.to(self._vector) ** 2
         self._comm = comm
         self._handle: Handle | None = comm.sum_of_all(self._vector, "totals of all layers")
 
@@ -56,6 +69,11 @@ class SummedTotals:
     def examples(self, block: Block) -> tuple[Number, Number]:
         at = self._places[block]
         return self._totals[at], self._totals[at + 1]
+
+    def gradient_ratio(self, block: Block) -> Tensor:
+        """By how much a sharded layer's gradient was rescaled since its last backward."""
+        seen, present = self._totals[self._norms[block] :][:2].unbind()
+        return torch.where(seen > 0, present / seen, 1.0).sqrt()
 
     def present(self, parameter: Tensor) -> Tensor | None:
         at = self._present.get(parameter)
