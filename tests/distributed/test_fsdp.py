@@ -248,7 +248,8 @@ def a_nan_on_one_rank_skips_the_step_on_all(rank: Rank) -> None:
 
 
 def checkpoints(rank: Rank) -> None:
-    """A whole state, which a sharded model and one process load alike."""
+    """A whole state: sharded models and one process load each other's."""
+    halves = "microbatches" if rank.ranks > 1 else "samples"
     for chosen in ({"fallback": "adamw"}, {"strategy": "all"}):
         _, reference = alone(rank, fop.FOP, uneven(rank), steps=3, **chosen)
         model, optimizer = sharded(rank, fop.FOP, net, **chosen)
@@ -264,12 +265,23 @@ def checkpoints(rank: Rank) -> None:
                 assert torch.allclose(found, value, rtol=1e-7, atol=1e-9), key
         values = whole(model)
         train(rank, model, optimizer, steps=range(3, 5))
-        plain = net()
-        plain.load_state_dict(values)
-        again, resumed = sharded(rank, fop.FOP, lambda plain=plain: plain, **chosen)
-        resumed.load_state_dict(state)
-        train(rank, again, resumed, steps=range(3, 5))
-        assert_same(again, model)
+        for source in (state, reference.state_dict()):
+            again = net()
+            again.load_state_dict(values)
+            resumed = fop.FOP(shard(rank, again), **chosen)
+            resumed.load_state_dict(copy.deepcopy(source))
+            train(rank, again, resumed, steps=range(3, 5))
+            assert_same(again, model)
+        single = net()
+        single.load_state_dict(values)
+        reference = fop.FOP(single, process_group=rank.alone, halves=halves, **chosen)
+        reference.load_state_dict(state)
+        for step in range(3, 5):
+            reference.zero_grad()
+            for x, y in batches(uneven(rank), seed=step):
+                (cross_entropy(single(x), y) / rank.ranks).backward()
+            reference.step()
+        assert_same(model, single)
 
 
 def mixed_precision_policies(rank: Rank) -> None:
