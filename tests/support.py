@@ -345,6 +345,38 @@ SAFETY = [
 ]
 
 
+RANKS = [
+    Row(
+        "`DistributedDataParallel`, a plain module in a process group",
+        "the step of one process on the same batch and halves; accumulation, clipping, uneven "
+        "batches, all strategies",
+        "distributed/equality::test_ranks_equal_one_process",
+    ),
+    Row(
+        "FSDP2 (`fully_shard`)",
+        "the step of one process; other layouts refused by name",
+        "distributed/fsdp::test_sharded_models_equal_one_process",
+    ),
+    Row(
+        "A NaN, an error or no data on one rank",
+        "all ranks skip the step, or raise, together",
+        "distributed/faults::test_ranks_act_together",
+    ),
+    Row(
+        "Another number of ranks",
+        "the same training, from a consolidated state",
+        "distributed/faults::test_training_resumes_on_other_numbers_of_ranks",
+    ),
+    Row(
+        "A worker killed, a worker that hangs, two hosts",
+        "a restart with the same result; an error with rank, message and layers; the same step",
+        "distributed/elastic::test_a_killed_worker_leads_to_a_restart_and_the_same_result "
+        "distributed/elastic::test_a_rank_that_hangs_makes_the_others_name_rank_message_and_layers "
+        "distributed/elastic::test_two_hosts_equal_one_process",
+    ),
+]
+
+
 def layers() -> list[Row]:
     """One row for every registered type; a new adapter needs its line in ADAPTERS."""
     rows = []
@@ -359,7 +391,13 @@ def _name(module: type[nn.Module]) -> str:
 
 
 def sections() -> dict[str, list[Row]]:
-    return {"Layers": layers(), "Loops": LOOPS, "Trainers": TRAINERS, "Safety": SAFETY}
+    return {
+        "Layers": layers(),
+        "Loops": LOOPS,
+        "Trainers": TRAINERS,
+        "Several ranks": RANKS,
+        "Safety": SAFETY,
+    }
 
 
 def named_tests() -> Iterator[tuple[Path, str]]:
