@@ -55,7 +55,7 @@ def _bars(axis: Axes, record: tables.Record, workload: str) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlim(0.8, None)
     axis.grid(axis="y", visible=False)
-    axis.set_title(TABLE[workload].label)
+    axis.set_title(TABLE[workload].label, fontsize="medium")
 
 
 def plot_growth(record: tables.Record, path: Path) -> Path:
