@@ -243,6 +243,7 @@ class TestImageFolder:
         assert list(labels) == sorted(imagenet100.CLASSES)
         assert list(labels.values()) == list(range(100))
 
+    @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a single core
     def test_worker_processes_and_chunks_change_nothing(self, folder: Path) -> None:
         alone = load_imagenet(request(folder, subset=150), 0.34, "imagenet100")
         helped = replace(alone, workers=2, size=32)
