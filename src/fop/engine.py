@@ -7,8 +7,8 @@ back what it is given; with more, a rank renews and applies the curvature of the
 every rank applies all updates.
 
 Whether a step is sound is decided on the device: an unsound one is carried out with every change
-masked, so no scalar has to be read by the host. Only steps that renew curvature read one, because
-decompositions need it anyway.
+masked, so no scalar has to be read by the host. Only steps that renew curvature read a few, because
+decompositions need that anyway.
 """
 
 from __future__ import annotations
