@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fop
-from fop.projection import fop_update, inner, optimal_beta, optimal_eta, orthogonal_part
+from fop.projection import (
+    Gradient,
+    fop_update,
+    inner,
+    optimal_beta,
+    optimal_eta,
+    projection_scalar,
+)
 from tests.common import distance, mlp, points, snapshot, train
 
 
@@ -32,9 +39,18 @@ class DenseMetric:
     def fisher(self, v: Tensor) -> Tensor:
         return (self.f @ v.reshape(-1)).reshape(v.shape)
 
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        product = self.fisher(a.given)
+        return inner(a.given, product), inner(d.given, product)
+
     def solve(self, v: Tensor) -> Tensor:
         m = self.f + self.damping * torch.eye(len(self.f), dtype=self.f.dtype)
         return torch.linalg.solve(m, v.reshape(-1)).reshape(v.shape)
+
+
+def orthogonal_part(a: Tensor, d: Tensor, fa: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    s = projection_scalar(inner(a, fa), inner(d, fa), eps)
+    return s, d - s * a
 
 
 @st.composite

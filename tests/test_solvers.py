@@ -1,4 +1,4 @@
-"""A damped factor is inverted, or kept as a triangle to solve with: the step is the same."""
+"""A damped factor is inverted, or kept as a root to solve with: the step is the same."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fop
-from fop import linalg
+from fop import linalg, symmetric
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 BOTH = pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
 
 
 @pytest.fixture
-def triangles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linalg, "DIAGONAL_BLOCK", 0)  # the rule then always says: solve
+def roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every factor in halves, and solved with."""
+    monkeypatch.setattr(linalg, "ROOT_OVERHEAD", 0)
+    monkeypatch.setattr(symmetric, "WHOLE_BELOW", 1)
+    monkeypatch.setattr(symmetric, "BLOCK", 4)
 
 
 def grouped() -> nn.Sequential:
@@ -31,7 +34,7 @@ def grouped() -> nn.Sequential:
 
 def forms(optimizer: Any) -> set[str]:
     keys = {key for state in optimizer.state.values() for key in state}
-    return {key for key in keys if key.endswith(("_inverse", "_triangle"))}
+    return {key for key in keys if key.endswith(("_inverse", "_root"))}
 
 
 def trained(kind: Any, model: nn.Module, data: Any, **settings: Any) -> Any:
@@ -43,8 +46,8 @@ def trained(kind: Any, model: nn.Module, data: Any, **settings: Any) -> Any:
 @BOTH
 @pytest.mark.parametrize("settings", [{}, {"max_factor_size": 6}, {"sharing": "reduce"}])
 @pytest.mark.parametrize("make", [mlp, lambda: cnn(dtype=torch.float64), grouped])
-def test_steps_by_triangles_are_steps_by_inverses(
-    kind: Any, make: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_steps_by_roots_are_steps_by_inverses(
+    kind: Any, make: Any, settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     batch = points if make is mlp else images
     data = [batch(seed=seed, dtype=torch.float64) for seed in range(7)]
@@ -52,16 +55,16 @@ def test_steps_by_triangles_are_steps_by_inverses(
     optimizer = trained(kind, model, data, **settings)
     assert forms(optimizer) == {"input_inverse", "output_inverse"}
     by_inverses = snapshot(model)
-    monkeypatch.setattr(linalg, "DIAGONAL_BLOCK", 0)
+    request.getfixturevalue("roots")
     model = make()
     optimizer = trained(kind, model, data, **settings)
-    assert "output_triangle" in forms(optimizer)
+    assert "output_root" in forms(optimizer)
     assert distance(snapshot(model), by_inverses) < 1e-9
 
 
-@pytest.mark.usefixtures("triangles")
+@pytest.mark.usefixtures("roots")
 @BOTH
-def test_triangles_resume_bit_for_bit(kind: Any) -> None:
+def test_roots_resume_bit_for_bit(kind: Any) -> None:
     data = [points(seed=seed, dtype=torch.float32) for seed in range(8)]
     model = mlp(dtype=torch.float32)
     optimizer = trained(kind, model, data[:5])
@@ -73,11 +76,12 @@ def test_triangles_resume_bit_for_bit(kind: Any) -> None:
     assert same(snapshot(model), snapshot(copied))
 
 
+@pytest.mark.usefixtures("roots")
 def test_a_layer_may_change_from_one_form_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = mlp(), points()
     optimizer = fop.FOP(model, update_every=1)
-    for block, expected in ((500, "inverse"), (0, "triangle"), (500, "inverse")):
-        monkeypatch.setattr(linalg, "DIAGONAL_BLOCK", block)
+    for overhead, expected in ((500, "inverse"), (0, "root"), (500, "inverse")):
+        monkeypatch.setattr(linalg, "ROOT_OVERHEAD", overhead)
         train(model, optimizer, [(x, y)])
         assert forms(optimizer) == {f"input_{expected}", f"output_{expected}"}
 
@@ -89,7 +93,7 @@ def test_wide_factors_are_solved_with_unless_used_often() -> None:
     assert not linalg.solve_pays(512, 4608)
 
 
-def test_the_number_of_solves_decides_the_form() -> None:
+def test_the_interval_decides_the_form() -> None:
     def form(kind: Any, **settings: Any) -> set[str]:
         torch.manual_seed(0)
         model = nn.Linear(1000, 2)
@@ -97,35 +101,21 @@ def test_the_number_of_solves_decides_the_form() -> None:
         train(model, optimizer, [(torch.randn(4, 1000), torch.tensor([0, 1, 1, 0]))])
         return forms(optimizer)
 
-    assert "input_triangle" in form(fop.FOP, update_every=400)
-    assert "input_inverse" in form(fop.FOP, update_every=600)
-    assert "input_triangle" in form(fop.KFAC, update_every=600)  # one solve a step, not two
-    assert "input_triangle" in form(fop.KFAC, update_every=lambda step: 600)
+    for kind in (fop.FOP, fop.KFAC):
+        assert "input_root" in form(kind, update_every=900)
+        assert "input_inverse" in form(kind, update_every=1100)
+        assert "input_root" in form(kind, update_every=lambda step: 900)
 
 
-@pytest.mark.parametrize("shift", [1e-5, 0.1])
-@pytest.mark.parametrize("height", [3, 200])
-def test_a_triangle_is_the_root_of_the_damped_factor(shift: float, height: int) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(2, 4, 9, dtype=torch.float64)
-    factor = rows @ rows.mT
-    before = factor.clone()
-    triangle = linalg.damped_inverses([factor], [torch.full((2,), shift)], [True])[0]
-    assert triangle is not None
-    assert torch.equal(factor, before)
-    assert torch.equal(triangle, triangle.triu())
-    assert torch.allclose(triangle.mT @ triangle, factor + shift * torch.eye(4))
-    v = torch.randn(2, height, 4, dtype=torch.float64)
-    solved = linalg.solve_from_right(v, triangle)
-    assert torch.allclose(solved @ (factor + shift * torch.eye(4)), v)
-
-
-def test_a_triangle_that_fails_climbs_the_ladder() -> None:
-    indefinite = torch.diag_embed(torch.tensor([[1.0, 0.5, -0.05]]))
-    triangle = linalg.damped_inverses([indefinite], [torch.tensor([0.01])], [True])[0]
-    assert triangle is not None
-    assert (triangle.diagonal(dim1=1, dim2=2) > 0).all()
-    hopeless = torch.full((1, 3, 3), float("nan"))
+@pytest.mark.usefixtures("roots")
+def test_a_root_that_fails_climbs_the_ladder() -> None:
+    indefinite = symmetric.halved(
+        torch.diag_embed(torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.5, -0.05]]))
+    )
+    root = linalg.damped_inverses([indefinite], [torch.tensor([0.01])], [True])[0]
+    assert root is not None
+    assert (symmetric.diagonal(root) > 0).all()
+    hopeless = torch.full_like(indefinite, float("nan"))
     assert linalg.damped_inverses([hopeless], [torch.tensor([0.01])], [True]) == [None]
 
 
@@ -137,17 +127,6 @@ def test_one_bad_entry_is_found(value: float, dtype: torch.dtype) -> None:
     bad = torch.ones(5, dtype=dtype)
     bad[3] = value
     assert not linalg.all_finite([*good, bad])
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("width", [5, 128, 129, 1025])
-def test_a_product_with_aligned_rows_is_the_product(groups: int, width: int) -> None:
-    torch.manual_seed(0)
-    a = torch.randn(groups, 7, 130, dtype=torch.float64)
-    b = torch.randn(groups, 130, width, dtype=torch.float64)
-    found = linalg.product(a, b)
-    assert torch.allclose(found, a @ b)
-    assert width < 128 or found.stride(1) % linalg.ALIGNMENT == 0
 
 
 @pytest.mark.parametrize(("kind", "products"), [(fop.KFAC, 1), (fop.FOP, 3)])
@@ -183,10 +162,9 @@ def test_decompositions_of_equal_shapes_may_be_made_together(
     elif bad == 4:
         factors[4][0, 0, 0] = math.nan
     shifts = [torch.full((len(f),), 0.1 * i + 0.1).double() for i, f in enumerate(factors)]
-    triangular = [False, False, True, True, False, False]
 
     def decompose() -> list[Any]:
-        return [linalg.damped_inverses(factors, shifts, triangular), linalg.eigenbases(factors)]
+        return [linalg.damped_inverses(factors, shifts), linalg.eigenbases(factors)]
 
     alone = decompose()
     calls = []
@@ -196,7 +174,7 @@ def test_decompositions_of_equal_shapes_may_be_made_together(
         torch.linalg, "cholesky_ex", lambda *a, **k: (calls.append(len(a[0])), original(*a, **k))[1]
     )
     together = decompose()
-    assert calls[:3] == [4, 1, 1]  # one call for the inverses of width 5
+    assert calls[:2] == [5, 1]  # one call for the inverses of width 5
     for found, wanted in zip(together, alone, strict=True):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -18,6 +18,7 @@ from fop.layers import Layer
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 from fop.shards import is_sharded, local, stand_in
 from fop.squares import Eigenbasis, GradientSquares
+from fop.symmetric import stored_shape
 
 
 @dataclass
@@ -164,6 +165,8 @@ class LayerCapture:
         self.replaced = False  # the module was called with another parameter in its place
         self.bypassed = False  # a gradient came without a call of the module
         self._unexplained: Tensor | None = None  # share of p.grad that no call accounts for
+        # A user's compiled training step is not to be compiled into this.
+        self._hold_sums = torch.compiler.disable(_hold_sums)
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -223,8 +226,8 @@ class LayerCapture:
         form, groups = self._factor_form(), self.layer.groups
         outputs, inputs = self.shape
         shapes: list[tuple[int, ...]] = [
-            (groups, inputs) if form.diagonal_inputs else (groups, inputs, inputs),
-            (groups, outputs) if form.diagonal_outputs else (groups, outputs, outputs),
+            (groups, inputs) if form.diagonal_inputs else stored_shape(groups, inputs),
+            (groups, outputs) if form.diagonal_outputs else stored_shape(groups, outputs),
         ]
         return [*shapes, (groups, outputs, inputs)] if self._wants_squares else shapes
 
@@ -295,26 +298,7 @@ class LayerCapture:
 
     def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
-        pending = self._current()
-        if pending.sums is None:
-            form = self._factor_form()
-            pending.sums = PassSums(form, self.plan.sharing)
-            if self.basis is not None and self._wants_squares:
-                pending.squares = GradientSquares(
-                    self.basis, form.width, form.dtype, has_bias=form.has_bias
-                )
-        outputs = layer.output_rows(grad)
-        if self.plan.extra_pass_of is None or self.plan.extra_pass_first:
-            if layer.indexed:
-                pending.sums.add_indices(layer.input_rows(x, grad))
-            else:
-                pending.sums.add_inputs(layer, x, grad, outputs.shape[2])
-            if pending.squares is not None:
-                add = pending.squares.add_indices if layer.indexed else pending.squares.add_inputs
-                add(layer.input_rows(x, grad))
-        pending.sums.add_outputs(outputs)
-        if pending.squares is not None:
-            pending.squares.add_outputs(outputs)
+        self._hold_sums(self, layer, x, grad)
 
     def _factor_form(self) -> FactorForm:
         widest = self.plan.max_factor_size
@@ -411,3 +395,26 @@ class LayerCapture:
             torch._foreach_add_(self.signed, pending.signed)
         self.examples[0] += pending.first
         self.examples[1] += pending.second
+
+
+def _hold_sums(capture: LayerCapture, layer: Layer, x: Tensor, grad: Tensor) -> None:
+    pending, plan = capture._current(), capture.plan
+    if pending.sums is None:
+        form = capture._factor_form()
+        pending.sums = PassSums(form, plan.sharing)
+        if capture.basis is not None and capture._wants_squares:
+            pending.squares = GradientSquares(
+                capture.basis, form.width, form.dtype, has_bias=form.has_bias
+            )
+    outputs = layer.output_rows(grad)
+    if plan.extra_pass_of is None or plan.extra_pass_first:
+        if layer.indexed:
+            pending.sums.add_indices(layer.input_rows(x, grad))
+        else:
+            pending.sums.add_inputs(layer, x, grad, outputs.shape[2])
+        if pending.squares is not None:
+            add = pending.squares.add_indices if layer.indexed else pending.squares.add_inputs
+            add(layer.input_rows(x, grad))
+    pending.sums.add_outputs(outputs)
+    if pending.squares is not None:
+        pending.squares.add_outputs(outputs)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fop.symmetric import stored_shape
+
 # Written into every parameter group, which is what trainers that rebuild a state_dict keep. Raised
 # when states of older versions can no longer be read as they are; those without a number are of 1.
 STATE_FORMAT = 1
@@ -107,10 +109,15 @@ def _check_factors(entries: Mapping[str, Any], matrix: LayerMatrix) -> None:
     for key, size in (("output_factor", matrix.rows), ("input_factor", matrix.columns)):
         factor = entries.get(matrix.prefix + key)
         # A bias that is frozen, or no longer is, changes the size by one.
-        if factor is not None and (
-            factor.shape[0] != groups or abs(factor.shape[-1] - size) > 1 or factor.dim() > 3
-        ):
+        if factor is not None and not _fits(factor, groups, size):
+            shape = " x ".join(map(str, stored_shape(groups, size)))
             raise ValueError(
-                f"the {key} of layer {matrix.name!r} should be {groups} x {size} x {size}, but has "
+                f"the {key} of layer {matrix.name!r} should be {shape}, but has "
                 f"shape {tuple(factor.shape)} in the state: it is the state of another model"
             )
+
+
+def _fits(factor: Tensor, groups: int, size: int) -> bool:
+    sizes = range(size - 1, size + 2)
+    forms = {form for d in sizes for form in (stored_shape(groups, d), (groups, d))}
+    return tuple(factor.shape) in forms

@@ -22,6 +22,7 @@ from fop.curvature.kronecker import factored_shifts
 from fop.engine import Engine
 from fop.optimizer import SecondOrderOptimizer
 from fop.projection import inner
+from fop.symmetric import whole
 
 # Entries that need the gradients, and those that need the factors' eigenvalues.
 GRADIENT_KEYS = ("gradient_norm", "difference_norm", "noise_scale")
@@ -187,7 +188,7 @@ class _Spectrum:
 
 
 def _spectrum(state: Mapping[str, Any], *, exact: bool) -> _Spectrum:
-    inputs, outputs = state["input_factor"].double(), state["output_factor"].double()
+    inputs, outputs = (whole(state[f"{side}_factor"]).double() for side in ("input", "output"))
     (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
     fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
     if "corrected_eigenvalues" in state:  # which belong to just the basis they were measured in

@@ -79,7 +79,7 @@ class Engine:
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
         self.notices = Notices()
-        self._solves = 1  # with a layer's metric, before it is renewed
+        self._uses = 1  # steps that a layer's metric serves on, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
         curvature = self._unitwise if capture.layer.observed else self._curvature
@@ -118,7 +118,7 @@ class Engine:
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
         interval = self.settings.interval(next_step)
-        self._solves = interval * (2 if self.settings.needs_halves else 1)
+        self._uses = interval
         for block, phase in zip(self.blocks, self._phases(interval), strict=True):
             capture = block.capture
             capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
@@ -242,11 +242,15 @@ class Engine:
             present = totals.present(parameter)
             if present is not None:
                 go = go & present.to(go.device)
+            known = go.device.type == "cpu"  # to the host, without waiting
+            if known and not bool(go):
+                continue
+            flag = None if known else go
             update, mine = updates[parameter], local(parameter)
             if group["rule"] == "adamw":
-                adamw_step(mine, update, own, group, go)
+                adamw_step(mine, update, own, group, flag)
             else:
-                momentum_step(mine, update, own, group, go, decoupled=decoupled)
+                momentum_step(mine, update, own, group, flag, decoupled=decoupled)
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients without the loss scale of mixed precision, where they still carry it."""
@@ -319,7 +323,7 @@ class Engine:
             return [], False
         shares = {b: share for b in fresh if (share := b.capture.take_unexplained()) is not None}
         self.notices.unexplained(shares)
-        failed = renew(mine, self.settings.factor_decay, self._solves, options, state)
+        failed = renew(mine, self.settings.factor_decay, self._uses, options, state)
         if failed:
             self.notices.not_inverted(failed)
         return failed, True

@@ -1,8 +1,8 @@
 """Decompositions that do not give up: first as asked, then in float64, then with more damping.
 
-All functions work on batches of symmetric positive semi-definite matrices: [g, d, d], or [g, d] for
-diagonal ones. A failure is found with one host read for a whole list of matrices; only the ones
-that failed climb the ladder.
+All functions work on batches of symmetric positive semi-definite matrices in any form that
+`symmetric.py` stores them in, or [g, d] for diagonal ones. A failure is found with one host read
+for a whole list of matrices; only the ones that failed climb the ladder.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from fop import symmetric
+from fop.symmetric import diagonal, finite_diagonal
+
 # Each rung retries in float64 with this times the asked-for shift.
 LADDER = (1.0, 10.0, 1e3, 1e5)
 # Where decompositions of equal shape are made one by one.
 UNBATCHED_DEVICES = {"cpu"}
-# Symmetric products are computed in blocks of rows: smaller ones are slower, more save little.
-SMALLEST_BLOCK = 128
-MOST_BLOCKS = 8
-# Numbers in a cache line, of the shortest type that factors have.
-ALIGNMENT = 16
-# Triangular solves lose what the diagonal blocks cost, in effect blocks of this size (measured on
-# CPUs with MKL, widths 576 to 4608).
-DIAGONAL_BLOCK = 500
+# Solving with a root of width d costs this over d more than multiplying with the inverse (measured
+# on CPUs with MKL, widths 576 to 4608).
+ROOT_OVERHEAD = 500
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
@@ -44,114 +42,26 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([extreme.to(first.device, widest) for extreme in extremes]).isfinite().all()
 
 
-def diagonal(factor: Tensor) -> Tensor:
-    """[g, d] of a factor in either form."""
-    return factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)
-
-
-def from_left(factor: Tensor, v: Tensor) -> Tensor:
-    """factor v, for v [g, d, k]."""
-    return factor.unsqueeze(-1) * v if factor.dim() == 2 else product(factor, v)
-
-
-def from_right(v: Tensor, factor: Tensor) -> Tensor:
-    """v factor, for v [g, k, d]."""
-    return v * factor.unsqueeze(-2) if factor.dim() == 2 else product(v, factor)
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b for batches of matrices; the rows of the result may lie further apart than their length.
-
-    A layer with a bias is 1025 wide, say, and products written to rows of such a length are slower
-    by a third (MKL): what counts is that every row starts on a cache line.
-    """
-    width = b.shape[-1]
-    if width < SMALLEST_BLOCK or width % ALIGNMENT == 0:
-        return a @ b
-    out = _aligned(a, len(a), a.shape[1], width)
-    if len(out) == 1:
-        torch.mm(a[0], b[0], out=out[0])
-    else:
-        torch.bmm(a, b, out=out)
-    return out
-
-
-def _aligned(like: Tensor, groups: int, height: int, width: int) -> Tensor:
-    """An empty [groups, height, width] with aligned rows."""
-    return like.new_empty(groups, height, _aligned_length(width))[..., :width]
-
-
-def _aligned_length(width: int) -> int:
-    return -(-width // ALIGNMENT) * ALIGNMENT
-
-
-def columns(rows: Tensor) -> Tensor:
-    """Rows [n, g, s, d] as columns [g, d, n s], copied only if they do not lie like that."""
-    _, groups, positions, width = rows.shape
-    if positions > 1 and rows.stride(3) != 1 and rows.stride(2) == 1:  # channels before positions
-        return rows.permute(1, 3, 0, 2).reshape(groups, width, -1)
-    return rows.transpose(0, 1).reshape(groups, -1, width).mT
-
-
-def gram(chunks: Iterable[Tensor], out: Tensor) -> None:
-    """Write the sum of c c^T over all chunks c [g, d, k] to `out` [g, d, d].
-
-    It is symmetric: only blocks up to the diagonal are multiplied, the others mirrored.
-    """
-    width = out.shape[-1]
-    size = max(SMALLEST_BLOCK, -(-width // MOST_BLOCKS))
-    blocks = [(start, min(start + size, width)) for start in range(0, width, size)]
-    lies_well = width < SMALLEST_BLOCK or out.stride(1) % ALIGNMENT == 0
-    total = out if lies_well else _aligned(out, len(out), width, width)
-    for number, chunk in enumerate(chunks):
-        for start, end in blocks:
-            onto, rows, columns = total[:, start:end, :end], chunk[:, start:end], chunk[:, :end].mT
-            keep = 0 if number == 0 else 1
-            if len(out) == 1:
-                onto[0].addmm_(rows[0], columns[0], beta=keep)
-            else:
-                onto.baddbmm_(rows, columns, beta=keep)
-    for start, end in blocks:
-        block = total[:, start:end, :end]
-        if total is not out:
-            out[:, start:end, :end] = block
-        out[:, :start, start:end] = block[..., :start].mT
-
-
 def solve_pays(width: int, vectors: int) -> bool:
-    """Whether to keep a Cholesky factor of a matrix that so many vectors will be solved with.
+    """Whether to keep a root of a matrix that so many vectors will be solved with.
 
-    A pair of triangular solves costs the multiplications of a product with the inverse, and more
-    only for the blocks on the diagonal; the inverse costs twice the factor once.
+    Solving with it costs little more than a product with the inverse; the inverse costs twice the
+    root once.
     """
-    return DIAGONAL_BLOCK * vectors < width**2
+    return ROOT_OVERHEAD * vectors < width**2
 
 
 def damped_inverses(
-    factors: Sequence[Tensor], shifts: Sequence[Tensor], triangular: Sequence[bool] | None = None
+    factors: Sequence[Tensor], shifts: Sequence[Tensor], roots: Sequence[bool] | None = None
 ) -> list[Tensor | None]:
     """(factor + shift I)^-1 for each factor and shift [g]; None where all rungs failed.
 
-    Where `triangular`, U with U^T U = factor + shift I instead, unless the factor is diagonal.
+    Where `roots`, a root of factor + shift I instead; for factors stored in halves only.
     """
-    wanted = triangular or [False] * len(factors)
-    attempts: list[Attempt] = [_triangle if alone else _inverse for alone in wanted]
+    wanted = roots or [False] * len(factors)
+    attempts: list[Attempt] = [_root if alone else _inverse for alone in wanted]
     found = _with_ladder(attempts, factors, shifts)
     return [None if result is None else result[0] for result in found]
-
-
-def solve_from_right(v: Tensor, triangle: Tensor) -> Tensor:
-    """v (U^T U)^-1, for v [g, k, d]."""
-    groups, height, width = v.shape
-    # LAPACK works on columns. With aligned ones, and in place, a solve is a third faster.
-    spare = height if height < SMALLEST_BLOCK else _aligned_length(height)
-    columns = v.new_empty(groups, width, spare)
-    columns[..., :height] = v.mT
-    columns[..., height:] = 0
-    rows = columns.mT
-    torch.linalg.solve_triangular(triangle, rows, upper=True, left=False, out=rows)
-    torch.linalg.solve_triangular(triangle.mT, rows, upper=False, left=False, out=rows)
-    return rows[:, :height]
 
 
 def eigenbases(factors: Sequence[Tensor]) -> list[tuple[Tensor, ...] | None]:
@@ -232,7 +142,9 @@ def _guarded(
 
 
 def _shifted(factor: Tensor, shift: Tensor) -> Tensor:
-    damped = factor.clone(memory_format=torch.contiguous_format)
+    """A new matrix, whole."""
+    copied = symmetric.whole(factor)
+    damped = copied if copied is not factor else factor.clone(memory_format=torch.contiguous_format)
     damped.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     return damped
 
@@ -240,30 +152,25 @@ def _shifted(factor: Tensor, shift: Tensor) -> Tensor:
 def _inverse(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
     if factor.dim() == 2:
         return _reciprocal(factor, shift)
-    (triangle,), good = _triangle(factor, shift)
-    lower = triangle.mT
-    torch.cholesky_inverse(lower, out=lower)  # in place, and symmetric
-    return (triangle,), good & _finite_diagonal(triangle)
-
-
-def _triangle(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
-    if factor.dim() == 2:
-        return _reciprocal(factor, shift)
     damped = _shifted(factor, shift)
     lower = damped.mT  # column by column, as LAPACK works: in place
     info = torch.empty(lower.shape[:-2], dtype=torch.int32, device=lower.device)
     torch.linalg.cholesky_ex(lower, out=(lower, info))
-    return (damped,), (info == 0) & _finite_diagonal(damped)
+    good = (info == 0) & finite_diagonal(damped)
+    torch.cholesky_inverse(lower, out=lower)  # in place, and symmetric
+    return (damped,), good & finite_diagonal(damped)
+
+
+def _root(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
+    damped = factor.clone()
+    for row in symmetric.Lower.of(damped).rows:
+        row.diagonal_block.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    return (damped,), symmetric.make_root(damped)
 
 
 def _reciprocal(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor], Tensor]:
     inverse = (factor + shift.unsqueeze(-1)).reciprocal()
     return (inverse,), ((inverse > 0) & inverse.isfinite()).all(-1)
-
-
-def _finite_diagonal(matrix: Tensor) -> Tensor:
-    """Enough to look at: the diagonal of U, and of U^-1 U^-T, bounds all other entries."""
-    return matrix.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
 
 
 def _eigenbasis(factor: Tensor, shift: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fop import linalg
+from fop import symmetric
 from fop.layers import Layer
 
 
@@ -20,7 +20,7 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 class FactorSums:
     """Sums of x x^T [groups, i(+1), i(+1)] and g g^T [groups, o, o], and what they are over.
 
-    A factor that is kept diagonal has one dimension less.
+    In the forms of `symmetric.py`; a factor that is kept diagonal has one dimension less.
     """
 
     inputs: Tensor
@@ -32,7 +32,7 @@ class FactorSums:
 
     def bounds(self) -> list[Tensor]:
         """What is finite only if all entries are: sums of squares bound the other products."""
-        bounds = [linalg.diagonal(self.inputs), linalg.diagonal(self.outputs)]
+        bounds = [symmetric.diagonal(self.inputs), symmetric.diagonal(self.outputs)]
         return bounds if self.squares is None else [*bounds, self.squares]
 
     def add(self, other: FactorSums) -> None:
@@ -60,10 +60,9 @@ class FactorForm:
         rows = rows.to(self.dtype)
         if self.diagonal_outputs:
             return rows.square().sum((0, 2))
-        groups, width = rows.shape[1], rows.shape[3]
-        moment = rows.new_empty(groups, width, width)
-        linalg.gram([linalg.columns(rows)], moment)
-        return moment
+        moment = symmetric.Lower.new(rows, rows.shape[1], rows.shape[3])
+        symmetric.gram([symmetric.columns(rows)], moment.rows)
+        return moment.stored()
 
     def of_inputs(self, layer: Layer, x: Tensor, grad: Tensor, rows: int) -> Tensor:
         """Sum of x x^T over the input rows of one call, so many in number."""
@@ -72,12 +71,12 @@ class FactorForm:
             # Rows hold elements of the input, so their squares are rows of its square.
             squares = layer.input_totals(x.square(), grad).sum(0)
             return nn.functional.pad(squares, (0, 1), value=rows) if self.has_bias else squares
-        moment = x.new_empty(layer.groups, self.width, self.width)
-        layer.input_moment(x, grad, moment[:, : self.features, : self.features])
+        moment = symmetric.Lower.new(x, layer.groups, self.width)
+        layer.input_moment(x, grad, moment.leading(self.features))
         if self.has_bias:
             # Summed over the examples first: rows are linear in the input.
             self._fill_bias(moment, layer.input_totals(x.sum(0, keepdim=True), grad[:1])[0], rows)
-        return moment
+        return moment.stored()
 
     def of_mean_inputs(self, means: Tensor) -> Tensor:
         """Sum of x x^T over one row an example, [n, groups, i]."""
@@ -85,21 +84,20 @@ class FactorForm:
         if self.diagonal_inputs:
             squares = means.square().sum(0)
             return nn.functional.pad(squares, (0, 1), value=count) if self.has_bias else squares
-        moment = means.new_empty(means.shape[1], self.width, self.width)
-        inner = moment[:, : self.features, : self.features]
-        linalg.gram([linalg.columns(means.unsqueeze(2))], inner)
+        moment = symmetric.Lower.new(means, means.shape[1], self.width)
+        columns = symmetric.columns(means.unsqueeze(2))
+        symmetric.gram([columns], moment.leading(self.features))
         if self.has_bias:
             self._fill_bias(moment, means.sum(0), count)
-        return moment
+        return moment.stored()
 
     @property
     def features(self) -> int:
         return self.width - self.has_bias
 
-    def _fill_bias(self, moment: Tensor, total: Tensor, rows: int) -> None:
+    def _fill_bias(self, moment: symmetric.Lower, total: Tensor, rows: int) -> None:
         """The last row and column, of the constant input 1 that a bias sees."""
-        moment[:, -1, :-1] = moment[:, :-1, -1] = total
-        moment[:, -1, -1] = rows
+        moment.fill_last(torch.nn.functional.pad(total, (0, 1), value=rows))
 
 
 class PassSums:

@@ -13,7 +13,9 @@ The paper's Eqs. projection_scalar to eta_l_opt:
     eta   = k <a, M^-1 c> / <c, M^-1 c>            k = 1 for g_tot = g_avg, 2 for g_tot = g1 + g2
     u     = eta M^-1 c                             the update
 
-Three two-sided products (F a, M^-1 a, M^-1 d); scalars stay on the device.
+With M^-1 = R^T S R, all of it in terms of R a and R d: three two-sided products (F a and, in the
+worst case, S R a and S R p; in the best, R a, R d and R^T (R c) are half of one each). Scalars stay
+on the device.
 """
 
 from __future__ import annotations
@@ -30,17 +32,31 @@ from fop.settings import Coefficient
 NEGLIGIBLE = 1e-12
 
 
-class Metric(Protocol):
-    """Curvature of one layer; `enter` is an orthogonal change of basis, `leave` its inverse."""
+@dataclass(frozen=True)
+class Gradient:
+    """v and R v."""
 
-    def enter(self, v: Tensor) -> Tensor: ...
-    def leave(self, v: Tensor) -> Tensor: ...
-    def fisher(self, v: Tensor) -> Tensor:
-        """F v, in the entered basis."""
+    given: Tensor
+    entered: Tensor
+
+
+class Metric(Protocol):
+    """Curvature of one layer, with M^-1 = R^T S R."""
+
+    def enter(self, v: Tensor) -> Tensor:
+        """R v, or v itself where R is nothing."""
         ...
 
     def solve(self, v: Tensor) -> Tensor:
-        """M^-1 v, in the entered basis; the caller may overwrite it."""
+        """S v, which the caller may overwrite; v itself only if S is nothing and R is not."""
+        ...
+
+    def leave(self, v: Tensor) -> Tensor:
+        """R^T v, in place or not."""
+        ...
+
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        """<a, F a> and <d, F a>."""
         ...
 
 
@@ -76,14 +92,13 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
-def orthogonal_part(
-    a: Tensor, d: Tensor, fisher_a: Tensor, eps: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """s and p = d - s a, where <p, F a> = <d, F a> eps / (<a, F a> + eps) (the paper's Lemma 1)."""
+def projection_scalar(a_along: Tensor, d_along: Tensor, eps: float = 0.0) -> Tensor:
+    """s = <d, F a> / (<a, F a> + eps), of these two products.
+
+    With it <d - s a, F a> = <d, F a> eps / (<a, F a> + eps) (the paper's Lemma 1).
+    """
     # F is positive semi-definite, so <a, F a> = 0 means F a = 0: the guard only turns 0 / 0 into 0.
-    guard = max(eps, torch.finfo(a.dtype).tiny)
-    s = inner(d, fisher_a) / (inner(a, fisher_a) + guard)
-    return s, torch.addcmul(d, a, s, value=-1)
+    return d_along / (a_along + max(eps, torch.finfo(a_along.dtype).tiny))
 
 
 def optimal_beta(q: Tensor, D: Tensor, E: Tensor) -> Tensor:
@@ -102,17 +117,18 @@ def fop_update(
     a: Tensor, d: Tensor | None, metric: Metric, beta: Coefficient, eta: Coefficient, k: float
 ) -> tuple[Tensor, Coefficients]:
     """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC."""
-    a = metric.enter(a)
-    solved = metric.solve(a)
-    q = inner(a, solved)
+    entered = metric.enter(a)
+    solved = metric.solve(entered)
+    q = inner(entered, solved)
     zero = torch.zeros_like(q)
     s = D = E = zero
     weight = zero
     if d is not None:
-        d = metric.enter(d)
-        s, p = orthogonal_part(a, d, metric.fisher(a))
-        solved_p = metric.solve(d).addcmul_(solved, s, value=-1)
-        D, E = inner(a, solved_p), inner(p, solved_p)
+        other = metric.enter(d)
+        s = projection_scalar(*metric.along_fisher(Gradient(a, entered), Gradient(d, other)))
+        p = torch.addcmul(other, entered, s, value=-1)
+        solved_p = metric.solve(p)
+        D, E = inner(entered, solved_p), inner(p, solved_p)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
         solved.addcmul_(solved_p, weight)
     step = optimal_eta(q, D, E, weight, k) if eta == "adaptive" else torch.full_like(q, eta)

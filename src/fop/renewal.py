@@ -37,13 +37,13 @@ def make_factors(
 def renew(
     fresh: Fresh,
     decay: float,
-    solves: int,
+    uses: int,
     options: Mapping[Tensor, Mapping[str, Any]],
     state: State,
 ) -> list[Block]:
     """Factors into moving averages, and those into metrics; the layers where that failed.
 
-    `solves` is how often a metric will be solved with. The list of factors is emptied.
+    `uses` is on how many steps a metric will serve. The list of factors is emptied.
     """
     failed: list[Block] = []
     for some in _rounds(fresh):
@@ -54,7 +54,7 @@ def renew(
             block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
             if sums.squares is not None:
                 block.curvature.absorb_squares(own, sums.squares, decay)
-            job = RefreshJob(own, options[block.weight]["damping"], solves)
+            job = RefreshJob(own, options[block.weight]["damping"], uses)
             jobs.setdefault(block.curvature, []).append((block, job))
         unsuccessful = []
         for curvature, pairs in jobs.items():

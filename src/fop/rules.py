@@ -1,6 +1,7 @@
 """How an update or a plain gradient changes a parameter: momentum as in torch.optim.SGD, and AdamW.
 
-Both take the step only where the 0-dimensional flag `healthy` is true, without asking the host.
+Both take the step only where the 0-dimensional flag `healthy` is true, without asking the host;
+without the flag they take it in any case.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def momentum_step(
     update: Tensor,
     state: dict[str, Any],
     group: Mapping[str, Any],
-    healthy: Tensor,
+    healthy: Tensor | None,
     *,
     decoupled: bool,
 ) -> None:
@@ -28,14 +29,14 @@ def momentum_step(
     lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
     if weight_decay and not decoupled:
         update = update.add(parameter, alpha=weight_decay)
-    direction = update = torch.where(healthy, update, 0.0)
+    direction = update = _or_zero(healthy, update)
     if momentum:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"]
         buffer.mul_(_if_healthy(healthy, momentum, buffer)).add_(update)
         direction = update.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-        direction = torch.where(healthy, direction, 0.0)
+        direction = _or_zero(healthy, direction)
     if weight_decay and decoupled:
         parameter.mul_(_if_healthy(healthy, 1 - lr * weight_decay, parameter))
     parameter.add_(direction, alpha=-lr)
@@ -46,7 +47,7 @@ def adamw_step(
     gradient: Tensor,
     state: dict[str, Any],
     group: Mapping[str, Any],
-    healthy: Tensor,
+    healthy: Tensor | None,
 ) -> None:
     """torch.optim.AdamW's own kernel, which can be told on the device to change nothing."""
     if "exp_avg" not in state:
@@ -61,7 +62,7 @@ def adamw_step(
         [],
         [state["step"]],
         fused=True,
-        found_inf=(~healthy).to(device=parameter.device, dtype=torch.float32),
+        found_inf=None if healthy is None else (~healthy).to(parameter.device, torch.float32),
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -72,7 +73,13 @@ def adamw_step(
     )
 
 
-def _if_healthy(healthy: Tensor, factor: float, like: Tensor) -> Tensor:
+def _or_zero(healthy: Tensor | None, values: Tensor) -> Tensor:
+    return values if healthy is None else torch.where(healthy, values, 0.0)
+
+
+def _if_healthy(healthy: Tensor | None, factor: float, like: Tensor) -> Tensor | float:
     """`factor`, or 1 where the step is not taken; precise enough to act like a Python number."""
+    if healthy is None:
+        return factor
     chosen = torch.full((), factor, dtype=factor_dtype(like.dtype), device=like.device)
     return torch.where(healthy, chosen, torch.ones_like(chosen))

@@ -50,7 +50,7 @@ class RefreshJob:
 
     state: CurvatureState
     damping: float
-    solves: int = 1  # how often the metric will be solved with, as far as is known
+    uses: int = 1  # on how many steps the metric will serve, as far as is known
 
 
 class Curvature(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares
-from fop.projection import Metric
+from fop.projection import Gradient, Metric, inner
 
 
 class Identity(WithoutSquares):
@@ -33,8 +33,8 @@ class _IdentityMetric:
     def leave(self, v: Tensor) -> Tensor:
         return v
 
-    def fisher(self, v: Tensor) -> Tensor:
-        return v
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        return inner(a.given, a.given), inner(d.given, a.given)
 
     def solve(self, v: Tensor) -> Tensor:
         return v.clone()  # the caller may overwrite what it gets

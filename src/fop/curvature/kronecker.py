@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fop import linalg
+from fop import linalg, symmetric
 from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares, moving_average
-from fop.projection import Metric
+from fop.projection import Gradient, Metric, inner
 
 # A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
 SMALLEST_MEAN_EIGENVALUE = 1e-20
@@ -30,7 +30,7 @@ def factored_shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Te
 
 
 def _mean_eigenvalue(factor: Tensor) -> Tensor:
-    return linalg.diagonal(factor).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
+    return symmetric.diagonal(factor).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
 
 
 def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) -> bool:
@@ -53,35 +53,35 @@ class FactoredKronecker(_KroneckerFactors):
         "input_factor",
         "output_factor",
         "input_inverse",
-        "input_triangle",
+        "input_root",
         "output_inverse",
-        "output_triangle",
+        "output_root",
         "damping",
     )
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         factors: list[Tensor] = []
         shifts: list[Tensor] = []
-        triangular: list[bool] = []
+        roots: list[bool] = []
         for job in jobs:
             pair = (job.state["input_factor"], job.state["output_factor"])
             factors += pair
             shifts += factored_shifts(*pair, job.damping)
-            widths = [factor.shape[-1] for factor in pair]
+            widths = [symmetric.matrix_width(factor.shape) for factor in pair]
             for factor, width, other in zip(pair, widths, reversed(widths), strict=True):
-                # Accelerators multiply much faster than they solve.
-                on_host = factor.dim() == 3 and factor.device.type == "cpu"
-                triangular.append(on_host and linalg.solve_pays(width, job.solves * other))
-        found = linalg.damped_inverses(factors, shifts, triangular)
+                # Accelerators make one large product much faster than many small ones.
+                halved = symmetric.is_halved(factor.shape) and factor.device.type == "cpu"
+                roots.append(halved and linalg.solve_pays(width, job.uses * other))
+        found = linalg.damped_inverses(factors, shifts, roots)
         outcome = []
         for index, job in enumerate(jobs):
             pair_found = found[2 * index : 2 * index + 2]
             outcome.append(all(part is not None for part in pair_found))
             if outcome[-1]:
-                for name, part, alone in zip(
-                    ("input", "output"), pair_found, triangular[2 * index :], strict=False
+                for name, part, is_root in zip(
+                    ("input", "output"), pair_found, roots[2 * index :], strict=False
                 ):
-                    kept, dropped = ("triangle", "inverse") if alone else ("inverse", "triangle")
+                    kept, dropped = ("root", "inverse") if is_root else ("inverse", "root")
                     job.state[f"{name}_{kept}"] = part
                     job.state.pop(f"{name}_{dropped}", None)
                 job.state["damping"] = job.damping
@@ -103,31 +103,24 @@ class FactoredKronecker(_KroneckerFactors):
 
 @dataclass(frozen=True)
 class _Solver:
-    """The inverse of a damped factor, or what solves with it: U with U^T U the damped factor."""
+    """What solves with a damped factor S: its inverse, or a root L with L L^T = S.
+
+    S^-1 = L^-T L^-1 by a root, in two halves; the inverse stands between halves that do nothing.
+    """
 
     matrix: Tensor
-    triangular: bool
+    is_root: bool
 
     @staticmethod
     def of(state: CurvatureState, name: str) -> _Solver | None:
-        for form in ("inverse", "triangle"):
+        for form in ("inverse", "root"):
             if f"{name}_{form}" in state:
-                return _Solver(state[f"{name}_{form}"], form == "triangle")
+                return _Solver(state[f"{name}_{form}"], form == "root")
         return None
 
     @property
     def width(self) -> int:
-        return self.matrix.shape[-1]
-
-    def from_left(self, v: Tensor) -> Tensor:
-        if self.triangular:
-            return linalg.solve_from_right(v.mT, self.matrix).mT
-        return linalg.from_left(self.matrix, v)
-
-    def from_right(self, v: Tensor) -> Tensor:
-        if self.triangular:
-            return linalg.solve_from_right(v, self.matrix)
-        return linalg.from_right(v, self.matrix)
+        return symmetric.matrix_width(self.matrix.shape)
 
 
 @dataclass(frozen=True)
@@ -138,16 +131,30 @@ class _FactoredMetric:
     output_solver: _Solver
 
     def enter(self, v: Tensor) -> Tensor:
+        if self.input_solver.is_root:
+            v = symmetric.half_solve_right(v, self.input_solver.matrix)
+        if self.output_solver.is_root:
+            v = symmetric.half_solve_left(self.output_solver.matrix, v)
+        return v
+
+    def solve(self, v: Tensor) -> Tensor:
+        if not self.input_solver.is_root:
+            v = symmetric.from_right(v, self.input_solver.matrix)
+        if not self.output_solver.is_root:
+            v = symmetric.from_left(self.output_solver.matrix, v)
         return v
 
     def leave(self, v: Tensor) -> Tensor:
+        if self.output_solver.is_root:
+            v = symmetric.finish_solve_left(self.output_solver.matrix, v)
+        if self.input_solver.is_root:
+            v = symmetric.finish_solve_right(v, self.input_solver.matrix)
         return v
 
-    def fisher(self, v: Tensor) -> Tensor:
-        return linalg.from_right(linalg.from_left(self.output_factor, v), self.input_factor)
-
-    def solve(self, v: Tensor) -> Tensor:
-        return self.output_solver.from_left(self.input_solver.from_right(v))
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        product = symmetric.from_left(self.output_factor, a.given)
+        product = symmetric.from_right(product, self.input_factor)
+        return inner(a.given, product), inner(d.given, product)
 
 
 class EigenKronecker(_KroneckerFactors):
@@ -207,8 +214,9 @@ class EigenMetric:
         v = v if self.output_basis is None else self.output_basis @ v
         return v if self.input_basis is None else v @ self.input_basis.mT
 
-    def fisher(self, v: Tensor) -> Tensor:
-        return self.eigenvalues * v
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        product = self.eigenvalues * a.entered
+        return inner(a.entered, product), inner(d.entered, product)
 
     def solve(self, v: Tensor) -> Tensor:
         return v / (self.eigenvalues + self.damping)

@@ -257,9 +257,10 @@ class Shared:
 
 def _work_of(block: Block) -> Work:
     inputs, outputs, *_ = block.capture.sum_shapes()
+    rows, columns = block.shape
     return Work(
-        rows=outputs[-1],
-        columns=inputs[-1],
+        rows=rows,
+        columns=columns,
         groups=block.layer.groups,
         diagonal_rows=len(outputs) == 2,
         diagonal_columns=len(inputs) == 2,

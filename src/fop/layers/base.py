@@ -14,11 +14,13 @@ of the batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fop import linalg
+from fop import symmetric
+from fop.symmetric import BlockRow
 
 
 class Layer(ABC):
@@ -74,9 +76,9 @@ class Layer(ABC):
         """Input rows summed over positions, [n, groups, i]."""
         return self.input_rows(x, grad).sum(2)
 
-    def input_moment(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Write the sum of r r^T over all input rows r to `out` [groups, i, i]."""
-        linalg.gram([linalg.columns(self.input_rows(x, grad))], out)
+    def input_moment(self, x: Tensor, grad: Tensor, out: Sequence[BlockRow]) -> None:
+        """Write the sum of r r^T over all input rows r to the lower half of [groups, i, i]."""
+        symmetric.gram([symmetric.columns(self.input_rows(x, grad))], out)
 
     @abstractmethod
     def output_rows(self, grad: Tensor) -> Tensor:

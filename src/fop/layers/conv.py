@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from fop.layers.base import Layer
 from fop.layers.patches import Patches, Sizes
+from fop.symmetric import BlockRow
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -84,7 +86,7 @@ class _AnyConvolution(Layer):
         patches, x = self.patches(x, grad)
         return patches.totals(x)
 
-    def input_moment(self, x: Tensor, grad: Tensor, out: Tensor) -> None:
+    def input_moment(self, x: Tensor, grad: Tensor, out: Sequence[BlockRow]) -> None:
         patches, x = self.patches(x, grad)
         patches.moment(x, out)
 

@@ -15,7 +15,7 @@ distinct lag k' - k serves all pairs of taps with that lag, but for corrections 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fop.linalg import gram
+from fop.symmetric import BlockRow, gram
 
 Sizes = tuple[int, ...]  # one entry a spatial dimension
 
@@ -64,8 +64,8 @@ class Patches:
             x = self._unfolded(x, axis).sum(3 + axis)
         return x.reshape(len(x), self.groups, -1)
 
-    def moment(self, x: Tensor, out: Tensor) -> None:
-        """Write the sum of v v^T over all patches v to `out` [groups, features, features]."""
+    def moment(self, x: Tensor, out: Sequence[BlockRow]) -> None:
+        """Write the sum of v v^T over all patches v to the lower half of [groups, i, i]."""
         if self._lags_pay(x):
             self._moment_by_lags(x, out)
         else:
@@ -128,7 +128,7 @@ class Patches:
         by_columns = (0.6 * max(features, NARROW) + COPY) * features * written
         return by_lags + 2 * COPY * features**2 < by_columns
 
-    def _moment_by_lags(self, x: Tensor, out: Tensor) -> None:
+    def _moment_by_lags(self, x: Tensor, out: Sequence[BlockRow]) -> None:
         if len(self.kernel) == 1:  # an image of height one
             flat = replace(
                 self,
@@ -141,13 +141,16 @@ class Patches:
             flat._moment_by_lags(x.unsqueeze(2), out)
             return
         blocks = _LagProducts(self, x).blocks()
-        channels = x.shape[1] // self.groups
-        by_tap = out.unflatten(1, (channels, self.taps))
         for one in range(self.taps):
-            row = [
+            of_tap = [
                 blocks[one, two] if one <= two else blocks[two, one].mT for two in range(self.taps)
             ]
-            by_tap[:, :, one] = torch.stack(row, dim=-1).flatten(2)
+            values = torch.stack(of_tap, dim=-1).flatten(2)  # [groups, channels, features]
+            for row in out:  # its rows that belong to this tap, one a channel
+                skipped = (one - row.start) % self.taps
+                own = row.values[:, skipped :: self.taps]
+                first = (row.start + skipped) // self.taps
+                own.copy_(values[:, first : first + own.shape[1], : row.end])
 
 
 class _LagProducts:
