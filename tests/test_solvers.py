@@ -169,7 +169,7 @@ def test_decompositions_of_equal_shapes_may_be_made_together(
     alone = decompose()
     calls = []
     original = torch.linalg.cholesky_ex
-    monkeypatch.setattr(linalg, "UNBATCHED_DEVICES", set())
+    monkeypatch.setattr(linalg, "HOST_DEVICES", set())
     monkeypatch.setattr(
         torch.linalg, "cholesky_ex", lambda *a, **k: (calls.append(len(a[0])), original(*a, **k))[1]
     )

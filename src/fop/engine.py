@@ -25,7 +25,7 @@ from fop.checkpoints import RULE_KEYS, LayerMatrix
 from fop.checks import check_captured, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
-from fop.linalg import all_finite
+from fop.linalg import all_finite, on_host
 from fop.moments import FactorSums, factor_dtype
 from fop.notices import Notices
 from fop.projection import Coefficients, Metric, fop_update
@@ -242,7 +242,7 @@ class Engine:
             present = totals.present(parameter)
             if present is not None:
                 go = go & present.to(go.device)
-            known = go.device.type == "cpu"  # to the host, without waiting
+            known = on_host(go)
             if known and not bool(go):
                 continue
             flag = None if known else go

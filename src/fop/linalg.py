@@ -18,11 +18,16 @@ from fop.symmetric import diagonal, finite_diagonal
 
 # Each rung retries in float64 with this times the asked-for shift.
 LADDER = (1.0, 10.0, 1e3, 1e5)
-# Where decompositions of equal shape are made one by one.
-UNBATCHED_DEVICES = {"cpu"}
+# Devices that compute while the host waits: it may read what they have found at no cost, and many
+# small operations cost no more than one large one.
+HOST_DEVICES = {"cpu"}
 # Solving with a root of width d costs this over d more than multiplying with the inverse (measured
 # on CPUs with MKL, widths 576 to 4608).
 ROOT_OVERHEAD = 500
+
+
+def on_host(tensor: Tensor) -> bool:
+    return tensor.device.type in HOST_DEVICES
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
@@ -115,7 +120,7 @@ def _batches(attempts: Sequence[Attempt], factors: Sequence[Tensor]) -> list[lis
     alike: dict[object, list[int]] = {}
     for index, (attempt, factor) in enumerate(zip(attempts, factors, strict=True)):
         shape = (attempt, factor.shape[1:], factor.dtype, factor.device)
-        alone = factor.device.type in UNBATCHED_DEVICES
+        alone = on_host(factor)
         alike.setdefault(index if alone else shape, []).append(index)
     return list(alike.values())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fop.block import Block, State
 from fop.curvature import Curvature
 from fop.curvature.base import RefreshJob
-from fop.linalg import all_finite
+from fop.linalg import all_finite, on_host
 from fop.moments import FactorSums
 from fop.scaling import factor_scales, square_scale
 
@@ -71,7 +71,7 @@ def _rounds(fresh: Fresh) -> Iterator[Fresh]:
     One at a time, sums go and a decomposition replaces its predecessor before the next needs
     memory.
     """
-    one_by_one = all(block.weight.device.type == "cpu" for block, _ in fresh)
+    one_by_one = all(on_host(block.weight) for block, _ in fresh)
     while fresh:
         count = 1 if one_by_one else len(fresh)
         some, fresh[:count] = fresh[:count], []

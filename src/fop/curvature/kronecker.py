@@ -70,7 +70,7 @@ class FactoredKronecker(_KroneckerFactors):
             widths = [symmetric.matrix_width(factor.shape) for factor in pair]
             for factor, width, other in zip(pair, widths, reversed(widths), strict=True):
                 # Accelerators make one large product much faster than many small ones.
-                halved = symmetric.is_halved(factor.shape) and factor.device.type == "cpu"
+                halved = symmetric.is_halved(factor.shape) and linalg.on_host(factor)
                 roots.append(halved and linalg.solve_pays(width, job.uses * other))
         found = linalg.damped_inverses(factors, shifts, roots)
         outcome = []
