@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fop
+from fop import projection
 from fop.projection import (
+    Coefficients,
     Gradient,
-    fop_update,
+    Metric,
     inner,
     optimal_beta,
     optimal_eta,
@@ -46,6 +49,13 @@ class DenseMetric:
     def solve(self, v: Tensor) -> Tensor:
         m = self.f + self.damping * torch.eye(len(self.f), dtype=self.f.dtype)
         return torch.linalg.solve(m, v.reshape(-1)).reshape(v.shape)
+
+
+def fop_update(
+    a: Tensor, d: Tensor | None, metric: Metric, beta: Any, eta: Any, k: float
+) -> tuple[Tensor, Coefficients]:
+    """With a copy of d, which is overwritten."""
+    return projection.fop_update(a, None if d is None else d.clone(), metric, beta, eta, k)
 
 
 def orthogonal_part(a: Tensor, d: Tensor, fa: Tensor, eps: float = 0.0) -> tuple[Tensor, Tensor]:

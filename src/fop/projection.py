@@ -116,17 +116,22 @@ def optimal_eta(q: Tensor, D: Tensor, E: Tensor, beta: Tensor, k: float) -> Tens
 def fop_update(
     a: Tensor, d: Tensor | None, metric: Metric, beta: Coefficient, eta: Coefficient, k: float
 ) -> tuple[Tensor, Coefficients]:
-    """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC."""
+    """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC.
+
+    d is overwritten: few matrices are to be alive at a time.
+    """
     entered = metric.enter(a)
-    solved = metric.solve(entered)
-    q = inner(entered, solved)
-    zero = torch.zeros_like(q)
-    s = D = E = zero
-    weight = zero
+    p = None
+    s = torch.zeros((), dtype=a.dtype, device=a.device)
     if d is not None:
         other = metric.enter(d)
         s = projection_scalar(*metric.along_fisher(Gradient(a, entered), Gradient(d, other)))
-        p = torch.addcmul(other, entered, s, value=-1)
+        p = other.addcmul_(entered, s, value=-1)
+        del d, other
+    solved = metric.solve(entered)
+    q = inner(entered, solved)
+    weight = D = E = torch.zeros_like(q)
+    if p is not None:
         solved_p = metric.solve(p)
         D, E = inner(entered, solved_p), inner(p, solved_p)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
