@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -47,6 +47,9 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     # Each right-hand side: one triangle is n^2 operations, a Cholesky factor has two.
     aten.cholesky_solve: _solve(1, 0, 2),
     aten.linalg_solve_triangular: _solve(0, 1, 1),
+    # Which torch counts only where they are not in place.
+    aten.addmm_: flop_registry[aten.addmm],
+    aten.baddbmm_: flop_registry[aten.baddbmm],
 }
 
 

@@ -141,7 +141,7 @@ def test_a_symmetric_product_costs_little_more_than_half() -> None:
     columns = torch.randn(1, 1024, 512, dtype=DOUBLE)
     with FlopCounterMode(display=False) as counter:
         symmetric.gram([columns], halves(1024))
-    assert counter.get_total_flops() == 0.625 * 2 * 1024**2 * 512
+    assert 0.5 < counter.get_total_flops() / (2 * 1024**2 * 512) < 0.6
 
 
 @pytest.mark.parametrize("positions_last", [False, True])

@@ -59,7 +59,7 @@ def test_every_width_is_known_by_its_length(monkeypatch: pytest.MonkeyPatch) -> 
     for width in [*range(512, 1100), 2304, 3137, 4608, 8192]:
         shape = symmetric.stored_shape(2, width)
         assert symmetric.matrix_width(shape) == width
-        assert shape[-1] < (0.5 + 140 / width) * width**2
+        assert 0.5 < shape[-1] / width**2 < 0.5 + 110 / width
     assert symmetric.stored_shape(2, 511) == (2, 511, 511)
     with pytest.raises(ValueError, match="known form"):
         symmetric.matrix_width((1, 1, 10**6))

@@ -55,8 +55,10 @@ class Metric(Protocol):
         """R^T v, in place or not."""
         ...
 
-    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
-        """<a, F a> and <d, F a>."""
+    def along_fisher(
+        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """<a, F a> and <d, F a>; `dtype` for F a, where that takes products of matrices."""
         ...
 
 
@@ -114,20 +116,27 @@ def optimal_eta(q: Tensor, D: Tensor, E: Tensor, beta: Tensor, k: float) -> Tens
 
 
 def fop_update(
-    a: Tensor, d: Tensor | None, metric: Metric, beta: Coefficient, eta: Coefficient, k: float
+    a: Tensor,
+    d: Tensor | None,
+    metric: Metric,
+    beta: Coefficient,
+    eta: Coefficient,
+    k: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Coefficients]:
     """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC.
 
-    d is overwritten: few matrices are to be alive at a time.
+    d is overwritten: few matrices are to be alive at a time. `dtype` is that of F a, if another.
     """
     entered = metric.enter(a)
     p = None
     s = torch.zeros((), dtype=a.dtype, device=a.device)
     if d is not None:
         other = metric.enter(d)
-        s = projection_scalar(*metric.along_fisher(Gradient(a, entered), Gradient(d, other)))
+        gradients = Gradient(a, entered), Gradient(d, other)
+        s = projection_scalar(*metric.along_fisher(*gradients, dtype))
         p = other.addcmul_(entered, s, value=-1)
-        del d, other
+        del d, other, gradients
     solved = metric.solve(entered)
     q = inner(entered, solved)
     weight = D = E = torch.zeros_like(q)

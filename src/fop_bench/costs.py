@@ -71,7 +71,7 @@ class LayerShape:
         return self.groups * sum(n * (n + 1) // 2 for n in self.full_factors)
 
     def curvature(self) -> int:
-        """Numbers in the factors and their inverses, as their owner keeps them."""
+        """Numbers in the factors and their inverses, at most: of wide ones half may be kept."""
         return 2 * self.groups * sum(n * n for n in self.full_factors)
 
 

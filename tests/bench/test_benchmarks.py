@@ -297,6 +297,9 @@ class TestOperations:
     def test_of_products_and_decompositions_follow_their_formulas(self) -> None:
         a, b = torch.randn(3, 5, 5), torch.randn(3, 5, 7)
         assert count_multiply_adds(lambda: a @ b) == 3 * 5 * 5 * 7
+        onto = torch.zeros(3, 5, 7)
+        assert count_multiply_adds(lambda: onto.baddbmm_(a, b)) == 3 * 5 * 5 * 7
+        assert count_multiply_adds(lambda: onto[0].addmm_(a[0], b[0])) == 5 * 5 * 7
         spd = torch.eye(30)
         triangle = torch.linalg.cholesky_ex(spd)[0]
         right = torch.randn(30, 4)

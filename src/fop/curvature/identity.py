@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares
@@ -33,7 +34,9 @@ class _IdentityMetric:
     def leave(self, v: Tensor) -> Tensor:
         return v
 
-    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+    def along_fisher(
+        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
         return inner(a.given, a.given), inner(d.given, a.given)
 
     def solve(self, v: Tensor) -> Tensor:

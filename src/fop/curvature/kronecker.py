@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fop import linalg, symmetric
@@ -151,9 +152,12 @@ class _FactoredMetric:
             v = symmetric.finish_solve_right(v, self.input_solver.matrix)
         return v
 
-    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
-        product = symmetric.from_left(self.output_factor, a.given)
-        product = symmetric.from_right(product, self.input_factor)
+    def along_fisher(
+        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = dtype or a.given.dtype
+        product = symmetric.from_left(self.output_factor.to(dtype), a.given.to(dtype))
+        product = symmetric.from_right(product, self.input_factor.to(dtype)).to(a.given.dtype)
         return inner(a.given, product), inner(d.given, product)
 
 
@@ -214,7 +218,9 @@ class EigenMetric:
         v = v if self.output_basis is None else self.output_basis @ v
         return v if self.input_basis is None else v @ self.input_basis.mT
 
-    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+    def along_fisher(
+        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
         product = self.eigenvalues * a.entered
         return inner(a.entered, product), inner(d.entered, product)
 
