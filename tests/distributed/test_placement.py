@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fop
+from fop import symmetric
 from fop.distributed.outbox import Channel, Outbox
 from fop.distributed.packing import (
     Parcel,
@@ -70,6 +71,19 @@ def test_symmetric_factors_travel_as_one_triangle(size: int) -> None:
     assert torch.equal(unpack_symmetric(packed, factor.shape), factor)
     diagonal = factor[:, 0].contiguous()
     assert packed_shape(diagonal.shape) == diagonal.shape
+
+
+@pytest.mark.parametrize("size", [512, 576, 577, 1025])
+def test_factors_stored_in_halves_travel_as_one_triangle_too(size: int) -> None:
+    torch.manual_seed(size)
+    factor = torch.randn(2, size, size, dtype=torch.float64)
+    factor = factor + factor.mT
+    stored = symmetric.halved(factor)
+    packed = torch.full(packed_shape(stored.shape), torch.nan, dtype=torch.float64)
+    pack_symmetric(stored, packed)
+    assert packed[0].numel() == size * (size + 1) // 2
+    assert not packed.isnan().any()
+    assert torch.equal(unpack_symmetric(packed, stored.shape), stored)
 
 
 def test_buckets_hold_one_owner_up_to_the_limit_in_the_order_of_completion() -> None:
