@@ -37,9 +37,10 @@ def test_the_peak_counts_what_was_freed_again_but_not_what_was_there_before() ->
 
     def work() -> None:
         for _ in range(3):
-            torch.ones(10_000_000)  # 40 MB, freed at once
+            # 200 MB, freed at once: more than other tests may have left free on the heap.
+            torch.ones(50_000_000)
 
-    assert 35e6 < memory.peak_of(work, torch.device("cpu")) < 80e6
+    assert 190e6 < memory.peak_of(work, torch.device("cpu")) < 300e6
     assert before[0] == 1
 
 
