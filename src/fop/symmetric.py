@@ -314,7 +314,7 @@ def finish_solve_right(v: Tensor, root: Tensor) -> Tensor:
     """v L^-1, in place: after `half_solve_right` it makes v S^-1."""
     for row in reversed(Lower.of(root).rows):
         own = v[..., row.start : row.end]
-        own.copy_(_lying_like(own, own, row.diagonal_block))
+        own.copy_(_product_like(own, own, row.diagonal_block))
         if row.start:
             add_product(v[..., : row.start], own, row.before, sign=-1)
     return v
@@ -330,11 +330,23 @@ def _substitute(v: Tensor, root: Tensor, out: Tensor) -> Tensor:
     for row in Lower.of(root).rows:
         own = v[..., row.start : row.end]
         if row.start:
-            own = own - _lying_like(own, out[..., : row.start], row.before.mT)
+            own = _minus_product(own, out[..., : row.start], row.before.mT)
         multiply(own, row.diagonal_block.mT, out[..., row.start : row.end])
     return out
 
 
-def _lying_like(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a b in the memory order of v, row by row or column by column, so that both combine fast."""
+# Results lie like v, row by row or column by column: to copy between the two orders is slow.
+
+
+def _minus_product(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """v - a b"""
+    if v.stride(-1) != 1:
+        return _minus_product(v.mT, b.mT, a.mT).mT
+    if len(v) == 1:
+        return torch.addmm(v[0], a[0], b[0], alpha=-1).unsqueeze(0)
+    return torch.baddbmm(v, a, b, alpha=-1)
+
+
+def _product_like(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a b"""
     return a @ b if v.stride(-1) == 1 else (b.mT @ a.mT).mT
