@@ -52,7 +52,7 @@ $(PEERS_STAMP): pyproject.toml constraints.txt
 		--no-build-isolation --editable ".[bench,peers]"
 	@touch $@
 
-bench: $(PEERS_STAMP) ## cost of a step against peers, for docs/performance.md, in 25 minutes (BENCH_ARGS=--quick: 3)
+bench: $(PEERS_STAMP) ## cost of a step against peers, for docs/performance.md, in 50 minutes (BENCH_ARGS=--quick: 3)
 	$(PEERS_VENV)/bin/python -m benchmarks.run $(BENCH_ARGS)
 
 bench-guard: $(PEERS_STAMP) ## fail if a step costs much more, against SGD, than recorded (2 minutes)

@@ -1,6 +1,6 @@
 """Measures every cell of the table in a process of its own; writes record, docs and plots.
 
-    python -m benchmarks.run               # make bench: about 25 minutes on one core
+    python -m benchmarks.run               # make bench: about 50 minutes on one core
     python -m benchmarks.run --quick       # fop and SGD on two small networks, 3 minutes
     python -m benchmarks.run --resume      # go on where an interrupted run stopped
     python -m benchmarks.run --only kfac --only vit    # cells with all of these in their name
