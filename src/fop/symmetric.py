@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -169,8 +170,8 @@ def _length(width: int, block: int) -> int:
 
 @lru_cache(maxsize=256)
 def _width_of(length: int, block: int) -> int | None:
-    """The inverse of `_length`, which grows with the width."""
-    low, high = 1, length
+    """The inverse of `_length`, which grows with the width and is at least half its square."""
+    low, high = 1, isqrt(2 * length) + 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _length(middle, block) >= length else (middle + 1, high)
