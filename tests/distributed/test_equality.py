@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import fop
+from fop import linalg, symmetric
 from tests import oracles
 from tests.common import distance, snapshot
 from tests.distributed.launch import Check, Rank, run
@@ -46,6 +47,20 @@ def every_strategy(rank: Rank) -> None:
             for wrapped in DDP:
                 found, _ = together(rank, kind, sizes(rank), wrapped=wrapped, strategy=strategy)
                 assert_same(found, expected)
+
+
+def factors_in_halves(rank: Rank) -> None:
+    """As wide layers have them; the one process has whole ones."""
+    for kind in KINDS:
+        expected, _ = alone(rank, kind, sizes(rank))
+        for overhead in (0, linalg.ROOT_OVERHEAD):  # by roots, and by inverses
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(symmetric, "WHOLE_BELOW", 1)
+                patch.setattr(symmetric, "BLOCK", 4)
+                patch.setattr(linalg, "ROOT_OVERHEAD", overhead)
+                for strategy in strategies(rank):
+                    found, _ = together(rank, kind, sizes(rank), strategy=strategy)
+                    assert_same(found, expected)
 
 
 def every_rank_has_the_same_parameters(rank: Rank) -> None:
@@ -292,6 +307,7 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
 
 # One start of the processes for all of them.
 CHECKS: tuple[Check, ...] = (
+    factors_in_halves,
     every_strategy,
     every_rank_has_the_same_parameters,
     uneven_batches,
