@@ -39,7 +39,7 @@ class Reference:
     """
 
     lr: float = 0.1
-    momentum: float = 0.9
+    momentum: float = 0.7
     weight_decay: float = 0.0
     nesterov: bool = False
     decoupled_weight_decay: bool = False
@@ -57,6 +57,8 @@ class Reference:
     loss_reduction: Literal["mean", "sum"] = "mean"
     halves: Literal["auto", "samples", "microbatches"] = "auto"
     curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker"
+    fallback: Literal["sgd", "adamw"] = "adamw"
+    fallback_lr: float = 1e-3  # of AdamW; SGD takes lr
     norms: Literal["fallback", "unitwise"] = "fallback"
     max_factor_size: int = 8192
     project: bool = True
@@ -421,6 +423,7 @@ class Corrected:
 
     U: Tensor  # [o(i+1), o(i+1)]
     S: Tensor | None  # None until measured: the eigenvalues of the factors stand in
+    latest: Tensor | None = None  # what the last batch measured, in the basis before U
 
     def dense(self, A: Tensor, G: Tensor) -> Tensor:
         return torch.kron(G, A) if self.S is None else self.U @ self.S.diag() @ self.U.T
@@ -437,6 +440,15 @@ def example_fisher(record: Record, group: int) -> Tensor:
     return V.T @ record.H @ V
 
 
+def averaged(average: Tensor, last: Tensor, batch: Tensor, rho: float) -> Tensor:
+    """A batch ten times above both the average and the batch before it counts as ten times."""
+    average_size, last_size, size = (float(m.diagonal().mean()) for m in (average, last, batch))
+    usual = max(average_size, last_size)
+    if average_size > 0 and size > 10 * usual:
+        batch = batch * (10 * usual / size)
+    return rho * average + (1 - rho) * batch
+
+
 def corrected(
     before: Corrected | None,
     records: Sequence[Record],
@@ -451,8 +463,10 @@ def corrected(
         return Corrected(U, None)
     fisher = torch.stack([example_fisher(record, group) for record in records]).sum(0)
     measured = (before.U.T @ fisher @ before.U).diagonal() / len(records)
-    S = measured if before.S is None else rho * before.S + (1 - rho) * measured
-    return Corrected(U, (U.T @ before.U @ S.diag() @ before.U.T @ U).diagonal())
+    S = measured
+    if before.S is not None and before.latest is not None:
+        S = averaged(before.S.diag(), before.latest.diag(), measured.diag(), rho).diagonal()
+    return Corrected(U, (U.T @ before.U @ S.diag() @ before.U.T @ U).diagonal(), measured)
 
 
 def project(
@@ -523,7 +537,7 @@ def loss_weights(sizes: Sequence[int], reduction: str) -> list[float]:
 
 
 class ReferenceOptimizer:
-    """Walks its own float64 copy of a model; parameters in no layer follow SGD on their gradient.
+    """Walks its own float64 copy of a model; parameters in no layer follow the fallback.
 
     Build it before the library's optimizer sees the model. `reference` may be replaced between
     steps, as a scheduler changes lr.
@@ -536,8 +550,11 @@ class ReferenceOptimizer:
         self.kl_scale = 1.0  # nu of the last step
         self.gradients: dict[str, Tensor] = {}  # what p.grad was at the last step
         self._averages: dict[str, list[Factors]] = {}
+        self._latest: dict[str, list[Factors]] = {}
         self._corrected: dict[str, list[Corrected]] = {}
-        self._momentum: dict[str, Tensor] = {}
+        self._displacements: dict[str, Tensor] = {}
+        self._moments: dict[str, tuple[int, Tensor, Tensor]] = {}  # AdamW's t, m, v
+        self._largest_lr = reference.lr
 
     def step(
         self,
@@ -620,11 +637,15 @@ class ReferenceOptimizer:
 
     def _absorb(self, name: str, batch: list[Factors]) -> None:
         rho = self.reference.factor_decay
-        averages = self._averages.get(name, batch)
+        averages, latest = self._averages.get(name, batch), self._latest.get(name, batch)
         self._averages[name] = [
-            (rho * A + (1 - rho) * A_batch, rho * G + (1 - rho) * G_batch)
-            for (A, G), (A_batch, G_batch) in zip(averages, batch, strict=True)
+            (averaged(A, *of_A, rho), averaged(G, *of_G, rho))
+            for (A, G), of_A, of_G in (
+                (average, *zip(last, new, strict=True))
+                for average, last, new in zip(averages, latest, batch, strict=True)
+            )
         ]
+        self._latest[name] = batch
 
     def _correct(self, name: str, seen: Sequence[Record]) -> None:
         before = self._corrected.get(name, [None] * len(self._averages[name]))
@@ -636,7 +657,7 @@ class ReferenceOptimizer:
     def _update(self, a: dict[str, Tensor], d: dict[str, Tensor]) -> dict[str, LayerTrace]:
         self.gradients = a
         traces = {}
-        directions = dict(a)  # SGD unless a layer says otherwise
+        directions: dict[str, Tensor] = {}
         layers = trainable_layers(self.model)
         norms = trainable_norms(self.model, self.reference)
         for name, layer in layers.items():
@@ -652,7 +673,8 @@ class ReferenceOptimizer:
                 name, _units(norm, a, prefix), _units(norm, d, prefix), exact
             )
 
-        lr, kl_clip = self.reference.lr, self.reference.kl_clip
+        kl_clip = self.reference.kl_clip
+        self._largest_lr = lr = max(self._largest_lr, self.reference.lr)
         size = abs(lr * lr * sum(float((trace.u * trace.c).sum()) for trace in traces.values()))
         self.kl_scale = 1.0
         if kl_clip is not None and size > kl_clip:
@@ -671,8 +693,11 @@ class ReferenceOptimizer:
                 directions[f"{prefix}bias"] = u[:, -1]
                 u = u[:, :-1]
             directions[f"{prefix}weight"] = from_matrix(layer, u)
-        for name, direction in directions.items():
-            self._descend(name, direction)
+        for name, gradient in a.items():
+            if name in directions or self.reference.fallback == "sgd":
+                self._descend(name, directions.get(name, gradient))
+            else:
+                self._adamw(name, gradient)
         return traces
 
     def _trace(self, name: str, a: Tensor, d: Tensor, reference: Reference) -> LayerTrace:
@@ -691,20 +716,31 @@ class ReferenceOptimizer:
 
     @torch.no_grad()
     def _descend(self, name: str, direction: Tensor) -> None:
-        """Weight decay, momentum and the parameter write, as in torch.optim.SGD."""
+        """Weight decay, then momentum on displacements."""
         options = self.reference
         parameter = self.model.get_parameter(name)
         if options.decoupled_weight_decay:
             parameter.mul_(1 - options.lr * options.weight_decay)
         else:
             direction = direction + options.weight_decay * parameter
-        if options.momentum != 0:
-            velocity = direction
-            if name in self._momentum:
-                velocity = options.momentum * self._momentum[name] + direction
-            self._momentum[name] = velocity
-            direction = direction + options.momentum * velocity if options.nesterov else velocity
-        parameter.sub_(options.lr * direction)
+        before = self._displacements.get(name, torch.zeros_like(direction))
+        moved = options.momentum * before - options.lr * direction
+        self._displacements[name] = moved
+        if options.nesterov:
+            moved = options.momentum * moved - options.lr * direction
+        parameter.add_(moved)
+
+    @torch.no_grad()
+    def _adamw(self, name: str, gradient: Tensor) -> None:
+        """Loshchilov and Hutter's Algorithm 2, with lr following the schedule of the layers'."""
+        lr = self.reference.fallback_lr * self.reference.lr / self._largest_lr
+        zero = torch.zeros_like(gradient)
+        t, m, v = self._moments.get(name, (0, zero, zero))
+        t, m, v = t + 1, 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        self._moments[name] = (t, m, v)
+        parameter = self.model.get_parameter(name)
+        parameter.mul_(1 - lr * self.reference.weight_decay)
+        parameter.sub_(lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8))
 
 
 def _matrix(layer: Layer, tensors: dict[str, Tensor], prefix: str) -> Tensor:

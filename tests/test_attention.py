@@ -380,7 +380,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_to_the_fallback(
     assert "'0.query' is trained by the fallback rule: Doubled has a forward of its own" in (
         caplog.text
     )
-    assert {group["rule"] for group in optimizer.param_groups} == {"sgd"}
+    assert {group["rule"] for group in optimizer.param_groups} == {"adamw"}
 
 
 # ---- torch's own results

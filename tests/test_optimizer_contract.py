@@ -155,19 +155,20 @@ def test_weight_decay_by_group_is_that_of_sgd() -> None:
     weights = [p for name, p in two.named_parameters() if name.endswith("weight")]
     second = torch.optim.SGD(
         [{"params": biases, "weight_decay": 0.0}, {"params": weights}],
-        lr=0.1, momentum=0.9, weight_decay=0.1, foreach=False,
+        lr=0.1, momentum=0.7, weight_decay=0.1,
     )  # fmt: skip
     data = [points(seed=seed) for seed in range(3)]
     train(one, first, data)
     train(two, second, data)
-    assert same(snapshot(one), snapshot(two))
+    assert distance(snapshot(one), snapshot(two)) < 1e-13
 
 
 def test_the_fallback_has_groups_of_its_own() -> None:
     optimizer = fop.FOP(cnn(), fallback="adamw", fallback_lr=0.02)
-    rules = {g["rule"]: (g["lr"], g["param_names"]) for g in optimizer.param_groups}
-    assert rules["adamw"] == (0.02, ["1.weight", "1.bias"])
-    assert rules["curvature"][0] == 0.1
+    rules = {g["rule"]: g for g in optimizer.param_groups}
+    assert rules["adamw"]["param_names"] == ["1.weight", "1.bias"]
+    assert rules["adamw"]["fallback_lr"] == 0.02
+    assert rules["adamw"]["lr"] == rules["curvature"]["lr"] == 0.1  # one schedule for both
 
 
 def test_adding_parameters_later_is_refused() -> None:
@@ -269,7 +270,7 @@ def test_the_repr_names_the_modules_without_curvature() -> None:
     model.scale = nn.Parameter(torch.ones(()))
     text = repr(fop.FOP(model))
     where = "ModuleDict; LSTM rnn; EmbeddingBag bag; LayerNorm norms.0, norms.1 and 2 more; GRU gru"
-    assert f"# 1 layers by kronecker curvature, 18 parameters by sgd ({where})" in text
+    assert f"# 1 layers by kronecker curvature, 18 parameters by adamw ({where})" in text
 
 
 # ---- copies

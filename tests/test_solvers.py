@@ -79,7 +79,7 @@ def test_steps_by_halves_and_roots_are_steps_by_whole_inverses(
     model = make()
     optimizer = trained(kind, model, data, **settings)
     assert exact or ("output_root" in forms(optimizer)) == (form == "roots")
-    factors = [state["output_factor"] for state in optimizer.state.values() if len(state) > 2]
+    factors = [s["output_factor"] for s in optimizer.state.values() if "output_factor" in s]
     assert any(symmetric.is_halved(factor.shape) for factor in factors)
     assert distance(snapshot(model), whole) < 1e-9
     for name, entry in fop.diagnostics(optimizer).items():

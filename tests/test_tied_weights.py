@@ -49,7 +49,7 @@ def test_two_tied_layers_train_like_one_layer_called_twice(
 def test_biases_of_their_own_follow_the_fallback() -> None:
     model = Twice(True, False).double()
     model.one.bias, model.two.bias = (nn.Parameter(torch.zeros(4).double()) for _ in range(2))
-    optimizer = fop.FOP(model)
+    optimizer = fop.FOP(model, fallback="sgd")
     rules = {n: g["rule"] for g in optimizer.param_groups for n in g["param_names"]}
     assert rules["one.weight"] == "curvature"
     assert rules["one.bias"] == rules["two.bias"] == "sgd"

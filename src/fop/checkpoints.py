@@ -12,7 +12,7 @@ from fop.symmetric import stored_shape
 
 # Written into every parameter group, which is what trainers that rebuild a state_dict keep. Raised
 # when states of older versions can no longer be read as they are; those without a number are of 1.
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 # What the update rules keep, each shaped like its parameter.
 RULE_KEYS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
@@ -86,7 +86,7 @@ def _check_format(saved: Mapping[str, Any]) -> None:
             "this is the state of an optimizer that is not fop's: its parameter groups have no "
             "'rule' and 'steps'. Start with a new optimizer and load the model's weights alone"
         )
-    found = saved.get("state_format", STATE_FORMAT)
+    found = saved.get("state_format", 1)
     if found != STATE_FORMAT:
         raise ValueError(
             f"the state has format {found!r}, but this version of fop reads format {STATE_FORMAT}: "

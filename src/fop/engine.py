@@ -30,7 +30,7 @@ from fop.moments import FactorSums, factor_dtype
 from fop.notices import Notices
 from fop.projection import Coefficients, Metric, fop_update
 from fop.renewal import make_factors, renew
-from fop.rules import adamw_step, momentum_step
+from fop.rules import adamw_step, fallback_lr, momentum_step
 from fop.scaling import LossScale, Number
 from fop.settings import Settings
 from fop.shards import is_sharded, local, own_rows, padded
@@ -247,10 +247,13 @@ class Engine:
                 continue
             flag = None if known else go
             update, mine = updates[parameter], local(parameter)
-            if group["rule"] == "adamw":
-                adamw_step(mine, update, own, group, flag)
+            if group["rule"] == "curvature":
+                momentum_step(mine, update, own, group, flag, group["lr"], decoupled=decoupled)
+            elif group["rule"] == "sgd":
+                lr = fallback_lr(group)
+                momentum_step(mine, update, own, group, flag, lr, decoupled=decoupled)
             else:
-                momentum_step(mine, update, own, group, flag, decoupled=decoupled)
+                adamw_step(mine, update, own, group, flag, fallback_lr(group))
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients without the loss scale of mixed precision, where they still carry it."""
@@ -363,7 +366,8 @@ class Engine:
             metric = block.curvature.metric(block.state_in(state))
             update, found = self._direction(block, average, gathered, metric)
             self.coefficients[block.name] = found
-            alignments.append(found.update_alignment * options[block.weight]["lr"] ** 2)
+            reference = options[block.weight]["reference_lr"]
+            alignments.append(found.update_alignment * reference**2)
             return block.split(update)
 
         wait = self.exchange.share(active, compute)

@@ -13,12 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fop.layers import ROLES, Layer, ProjectionLayer, Role, attention_parameters, layer_for
+from fop.scaling import Number
 from fop.shards import check_shards
 
 logger = logging.getLogger("fop")
 
 # What a parameter group may set for itself.
-GROUP_OPTIONS = frozenset({"lr", "momentum", "weight_decay", "nesterov", "damping"})
+GROUP_OPTIONS = frozenset({"lr", "momentum", "weight_decay", "nesterov", "damping", "fallback_lr"})
 
 Skip = str | type[nn.Module] | nn.Module
 
@@ -247,12 +248,13 @@ def build_groups(
     model: nn.Module,
     preconditioned: set[nn.Parameter],
     param_groups: Sequence[Mapping[str, Any]] | None,
+    lr: Number,
     fallback: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Parameter groups for torch.optim.Optimizer: the user's, the rest, each split by rule.
 
-    Preconditioned parameters and those of the fallback never share a group, so that the fallback
-    can have a learning rate of its own and schedulers see both.
+    All of them hold the options of the fallback, since a layer may come to need it later. Its
+    learning rate keeps its ratio to `lr` in a group with an lr of its own.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, int] = {}
@@ -267,19 +269,24 @@ def build_groups(
             owner[parameter] = index
     built: list[dict[str, Any]] = []
     for index in [*range(len(requested)), None]:
-        options = (
-            {}
-            if index is None
-            else {k: v for k, v in requested[index].items() if k in GROUP_OPTIONS}
-        )
+        asked = {} if index is None else requested[index]
+        options = {**fallback, **{k: v for k, v in asked.items() if k in GROUP_OPTIONS}}
+        if "fallback_lr" not in asked and options["fallback_lr"] is not None:
+            options["fallback_lr"] *= _ratio(asked.get("lr", lr), lr)
         members = [(names[p], p) for p in names if owner.get(p) == index]
         ours = [pair for pair in members if pair[1] in preconditioned]
         others = [pair for pair in members if pair[1] not in preconditioned]
         if ours:
-            built.append({"params": ours, "rule": "curvature", **options})
+            built.append({"params": ours, **options, "rule": "curvature"})
         if others:
-            built.append({"params": others, **fallback, **options})
+            built.append({"params": others, **options})
     return built
+
+
+def _ratio(own_lr: Any, lr: Any) -> float:
+    """Of a group's lr to that of all; what is no lr is refused later, with the other options."""
+    sensible = isinstance(own_lr, (int, float, Tensor)) and lr > 0
+    return float(own_lr / lr) if sensible else 1.0
 
 
 def _members(

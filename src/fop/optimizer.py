@@ -29,7 +29,8 @@ from fop.groups import (
 )
 from fop.hooks import RemovableHandles, is_watched, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
-from fop.scaling import LossScale
+from fop.rules import reference_lr
+from fop.scaling import LossScale, Number
 from fop.settings import Coefficient, Interval, Settings, check_group
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class SecondOrderOptimizer(Optimizer):
         layers = find_layers(self._model, skip, norms=settings.norms == "unitwise")
         preconditioned = {parameter for found in layers for parameter in found.parameters()}
         fallback = _fallback_options(settings.fallback, fallback_lr)
-        groups = build_groups(self._model, preconditioned, param_groups, fallback)
+        groups = build_groups(self._model, preconditioned, param_groups, defaults["lr"], fallback)
         progress = {"steps": 0, "refresh_overdue": False, "state_format": STATE_FORMAT}
         super().__init__(groups, {**defaults, **progress})
         _, wrapper = unwrapped(model)
@@ -154,6 +155,8 @@ class SecondOrderOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            group["reference_lr"] = reference_lr(group)
         retry = self._engine_step(self.param_groups, self.state, self._loss_scale())
         self._consolidated = None
         for group in self.param_groups:
@@ -181,7 +184,9 @@ class SecondOrderOptimizer(Optimizer):
                 "and with param_groups for different options"
             )
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
+        group = self.param_groups[-1]
+        check_group(group)
+        group["reference_lr"] = reference_lr(group)
 
     def consolidate_state_dict(self, to: int | None = None) -> None:
         """Bring together the curvature that the ranks keep, on rank `to` or, by default, on all.
@@ -381,9 +386,9 @@ class FOP(SecondOrderOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.1,
+        lr: Number = 0.1,
         *,
-        momentum: float = 0.9,
+        momentum: float = 0.7,
         weight_decay: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = False,
@@ -403,7 +408,7 @@ class FOP(SecondOrderOptimizer):
         loss_reduction: Literal["mean", "sum"] = "mean",
         halves: Literal["auto", "samples", "microbatches", "ranks"] = "auto",
         curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
-        fallback: Literal["sgd", "adamw"] = "sgd",
+        fallback: Literal["adamw", "sgd"] = "adamw",
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",
         strategy: Literal["owner", "all"] | int = "owner",
@@ -452,9 +457,9 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.1,
+        lr: Number = 0.1,
         *,
-        momentum: float = 0.9,
+        momentum: float = 0.7,
         weight_decay: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = False,
@@ -470,7 +475,7 @@ class KFAC(SecondOrderOptimizer):
         kl_clip: float | None = 1e-3,
         loss_reduction: Literal["mean", "sum"] = "mean",
         curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
-        fallback: Literal["sgd", "adamw"] = "sgd",
+        fallback: Literal["adamw", "sgd"] = "adamw",
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",
         strategy: Literal["owner", "all"] | int = "owner",
@@ -508,12 +513,9 @@ class KFAC(SecondOrderOptimizer):
 
 
 def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"rule": rule}
-    if rule == "adamw":
-        options.update(lr=DEFAULT_ADAMW_LR if lr is None else lr, betas=(0.9, 0.999), eps=1e-8)
-    elif lr is not None:
-        options["lr"] = lr
-    return options
+    if lr is None and rule == "adamw":
+        lr = DEFAULT_ADAMW_LR
+    return {"rule": rule, "fallback_lr": lr, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
 def _remove_all(handles: list[RemovableHandle | RemovableHandles]) -> None:

@@ -39,7 +39,7 @@ class Settings:
     loss_reduction: str = "mean"
     halves: str = "auto"
     curvature: str = "kronecker"
-    fallback: str = "sgd"
+    fallback: str = "adamw"
     norms: str = "fallback"
     decoupled_weight_decay: bool = False
     stagger: bool = False
@@ -109,8 +109,14 @@ class Settings:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise where a parameter group's own options are of the wrong type or range."""
-    for name in ("lr", "weight_decay", "momentum"):
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.dim() == 0:
+        lr = lr.item()
+    _number("lr", lr, low=0.0)
+    for name in ("weight_decay", "momentum"):
         _number(name, group[name], low=0.0)
+    if group.get("fallback_lr") is not None:
+        _number("fallback_lr", group["fallback_lr"], low=0.0)
     _number("damping", group["damping"], low=0.0, low_open=True)
     _flag("nesterov", group["nesterov"])
     if group["nesterov"] and group["momentum"] == 0:

@@ -6,14 +6,20 @@ without further ado, and resume continues bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fop.projection import Metric
 from fop.squares import Eigenbasis
+
+# By how much a batch may exceed what is usual before it counts for less. Batches of ordinary
+# training differ by less, and with the usual decay of 0.95 a bounded one adds half of the average.
+LARGEST_GROWTH = 10.0
+LAST_SIZE = "_last_size"  # after the name of an average: the size of the latest batch
 
 # The part of `optimizer.state[weight]` that belongs to the curvature: tensors and numbers under
 # plain names.
@@ -80,14 +86,35 @@ class Curvature(Protocol):
         ...
 
 
-def moving_average(state: CurvatureState, name: str, batch: Tensor, decay: float) -> None:
-    """Take a batch's value into the average under `name`; the first, or one of another shape,
-    becomes it."""
-    average = state.get(name)
+def average_keys(*names: str) -> tuple[str, ...]:
+    """All that `moving_average` keeps under these names."""
+    return tuple(key for name in names for key in (name, name + LAST_SIZE))
+
+
+def moving_average(
+    state: CurvatureState,
+    name: str,
+    batch: Tensor,
+    size: Callable[[Tensor], Tensor],
+    decay: float,
+) -> None:
+    """Take a batch's value [groups, ...] into the average under `name`; the first becomes it.
+
+    `size` gives the mean eigenvalue [groups]. The average forgets slowly, so one bad batch must not
+    enlarge it much: a batch counts at most as if it were LARGEST_GROWTH times as large as the
+    average, or as the batch before. Growth that lasts therefore comes in, one batch later.
+    """
+    average, last, now = state.get(name), state.get(name + LAST_SIZE), size(batch)
+    state[name + LAST_SIZE] = now
     if average is None or average.shape != batch.shape:
         state[name] = batch
-    else:
-        average.mul_(decay).add_(batch, alpha=1 - decay)
+        return
+    before = size(average)
+    largest = LARGEST_GROWTH * (before if last is None else torch.maximum(before, last))
+    # An average of zeros does not tell what is large.
+    share = torch.where((now > largest) & (before > 0), largest / now, 1.0)
+    weight = (1 - decay) * share.reshape(-1, *(1,) * (batch.dim() - 1))
+    average.mul_(decay).addcmul_(batch, weight)
 
 
 class WithoutSquares:

@@ -16,14 +16,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fop.curvature.base import CurvatureState, RefreshJob, moving_average
+from fop.curvature.base import CurvatureState, RefreshJob, average_keys, moving_average
 from fop.curvature.kronecker import EigenKronecker, EigenMetric
 from fop.projection import Metric
 from fop.squares import Eigenbasis
 
 
 class EigenCorrected(EigenKronecker):
-    keys: tuple[str, ...] = (*EigenKronecker.keys, "corrected_eigenvalues")
+    keys: tuple[str, ...] = (
+        *EigenKronecker.keys,
+        *average_keys("corrected_eigenvalues"),
+    )
 
     def basis(self, state: CurvatureState) -> Eigenbasis | None:
         if "input_eigenvalues" not in state:
@@ -31,7 +34,7 @@ class EigenCorrected(EigenKronecker):
         return Eigenbasis(state.get("input_basis"), state.get("output_basis"))
 
     def absorb_squares(self, state: CurvatureState, squares: Tensor, decay: float) -> None:
-        moving_average(state, "corrected_eigenvalues", squares, decay)
+        moving_average(state, "corrected_eigenvalues", squares, _mean, decay)
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         before = [self.basis(job.state) for job in jobs]
@@ -74,6 +77,10 @@ def _overlaps(old: Tensor | None, new: Tensor | None) -> Tensor | None:
         only = new.mT if new is not None else old
         return None if only is None else only.square()
     return (new.mT @ old).square_()
+
+
+def _mean(eigenvalues: Tensor) -> Tensor:
+    return eigenvalues.mean((-2, -1))
 
 
 def _fits(eigenvalues: Tensor, state: CurvatureState) -> bool:

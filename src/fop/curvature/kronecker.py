@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from fop import linalg, symmetric
-from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares, moving_average
+from fop.curvature.base import (
+    CurvatureState,
+    RefreshJob,
+    WithoutSquares,
+    average_keys,
+    moving_average,
+)
 from fop.projection import Gradient, Metric, inner
 
 # A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
@@ -26,12 +32,16 @@ def factored_shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Te
     """What to add to the diagonals of A and G: pi sqrt(lambda), sqrt(lambda) / pi [groups]."""
     root = damping**0.5
     # Roots before the quotient, which could overflow.
-    pi = _mean_eigenvalue(inputs).sqrt() / _mean_eigenvalue(outputs).sqrt()
+    of_inputs, of_outputs = (
+        _mean_eigenvalue(factor).clamp(min=SMALLEST_MEAN_EIGENVALUE).sqrt()
+        for factor in (inputs, outputs)
+    )
+    pi = of_inputs / of_outputs
     return pi * root, root / pi
 
 
 def _mean_eigenvalue(factor: Tensor) -> Tensor:
-    return symmetric.diagonal(factor).mean(-1).clamp(min=SMALLEST_MEAN_EIGENVALUE)
+    return symmetric.diagonal(factor).mean(-1)
 
 
 def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) -> bool:
@@ -41,18 +51,20 @@ def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) 
     return (state[left].shape[-1], state[right].shape[-1]) == shape
 
 
+FACTOR_KEYS = average_keys("input_factor", "output_factor")
+
+
 class _KroneckerFactors(WithoutSquares):
     """The moving averages, common to both ways of damping."""
 
     def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
-        moving_average(state, "input_factor", inputs, decay)
-        moving_average(state, "output_factor", outputs, decay)
+        moving_average(state, "input_factor", inputs, _mean_eigenvalue, decay)
+        moving_average(state, "output_factor", outputs, _mean_eigenvalue, decay)
 
 
 class FactoredKronecker(_KroneckerFactors):
     keys: tuple[str, ...] = (
-        "input_factor",
-        "output_factor",
+        *FACTOR_KEYS,
         "input_inverse",
         "input_root",
         "output_inverse",
@@ -163,8 +175,7 @@ class _FactoredMetric:
 
 class EigenKronecker(_KroneckerFactors):
     keys: tuple[str, ...] = (
-        "input_factor",
-        "output_factor",
+        *FACTOR_KEYS,
         "input_eigenvalues",
         "input_basis",
         "output_eigenvalues",
