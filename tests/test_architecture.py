@@ -34,6 +34,7 @@ ALLOWED = {
     "fisher": {"capture"},
     "groups": {"layers", "scaling", "shards"},
     "rules": {"moments", "scaling"},
+    "skips": {"linalg", "scaling", "shards"},
     "block": {"capture", "curvature", "layers", "moments", "scaling", "settings", "stagger"},
     "checks": {"block", "distributed"},
     "notices": {"block", "scaling"},
@@ -63,6 +64,7 @@ ALLOWED = {
         "scaling",
         "settings",
         "shards",
+        "skips",
         "stagger",
     },
     "optimizer": {

@@ -37,6 +37,8 @@ class Block:
         On every rank, also on those that don't keep the curvature themselves.
         """
         capture = self.capture
+        if capture.given_up:
+            return False
         return not capture.plan.curvature or capture.curvature_shape == capture.shape
 
     def state_in(self, state: State) -> CurvatureState:

@@ -48,19 +48,27 @@ def _replaced(blocks: Sequence[Block], gradients: Mapping[Tensor, Tensor]) -> Ex
     return None
 
 
-def check_captured(counts: Mapping[Block, Counts]) -> None:
-    """Raise where a layer is to have its first curvature and has a gradient, but no statistics."""
-    for block, count in counts.items():
-        excused = block.capture.given_up or (count.empty and not count.filled)
-        if count.gradients and not (count.examples or excused or block.ready):
-            raise RuntimeError(
-                f"layer {block.name!r} has a gradient, but no backward pass through the module "
-                "was seen, so there is no curvature to precondition it with. Either the model "
-                "was compiled by torch.compile and called before the optimizer was built, or "
-                "one like it was, and its graph has no hooks (build the optimizer first, or "
-                "call torch.compiler.reset()), or its weight is used without the module "
-                "(F.linear(x, layer.weight), a fused kernel), or .grad was set by hand, or, "
-                'with fisher="mc" or "exact", the model given to the optimizer was not called. '
-                f"Call the module, or pass skip=[{block.module_name!r}] to use the fallback "
-                "rule."
-            )
+def bypassed_layers(counts: Mapping[Block, Counts], blocks: Sequence[Block]) -> list[Block]:
+    """The layers that are to have their first curvature and have a gradient, but no statistics.
+
+    Raises if that is so of every layer: then the hooks don't work at all.
+    """
+    bypassed = [
+        block
+        for block, count in counts.items()
+        if count.gradients
+        and not (count.examples or block.ready or (count.empty and not count.filled))
+    ]
+    works = any(count.examples for count in counts.values()) or any(b.ready for b in blocks)
+    if not bypassed or works:
+        return bypassed
+    names = ", ".join(repr(block.name) for block in bypassed[:3])
+    more = f" and {len(bypassed) - 3} more" if len(bypassed) > 3 else ""
+    raise RuntimeError(
+        f"no backward pass through any layer was seen, but {names}{more} have gradients: there is "
+        "nothing to make curvature of. Either the model was called by torch.compile before the "
+        "optimizer was built, or one like it was, and its graph has no hooks (build the optimizer "
+        "first, or call torch.compiler.reset()), or weights are used without their modules "
+        '(F.linear(x, layer.weight)), or .grad was set by hand, or, with fisher="mc" or '
+        '"exact", the model given to the optimizer was not called'
+    )

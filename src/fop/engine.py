@@ -22,7 +22,7 @@ from torch import Tensor
 from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
-from fop.checks import check_captured, find_problem
+from fop.checks import bypassed_layers, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
 from fop.linalg import all_finite, on_host
@@ -34,6 +34,7 @@ from fop.rules import adamw_step, fallback_lr, momentum_step
 from fop.scaling import LossScale, Number
 from fop.settings import Settings
 from fop.shards import is_sharded, local, own_rows, padded
+from fop.skips import SkippedSteps, name_non_finite
 from fop.stagger import phases
 
 Group = Mapping[str, Any]
@@ -79,6 +80,7 @@ class Engine:
         self.clip: Tensor | None = None
         self.loss_scale: LossScale | None = None
         self.notices = Notices()
+        self.skipped = SkippedSteps()
         self._uses = 1  # steps that a layer's metric serves on, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
@@ -151,7 +153,14 @@ class Engine:
 
     def _usable(self, block: Block, state: State) -> bool:
         """Whether this rank has curvature that fits the layer."""
-        return block.curvature.ready(block.state_in(state), block.capture.shape)
+        fits = block.curvature.ready(block.state_in(state), block.capture.shape)
+        return fits and not block.capture.given_up
+
+    def _disable(self, blocks: Iterable[Block]) -> None:
+        """From now on the fallback optimizer trains these layers."""
+        for block in blocks:
+            block.capture.given_up = True
+            block.capture.reset()
 
     def _note(self, blocks: Sequence[Block], verdicts: Sequence[Verdict]) -> None:
         for block, (_, ready) in zip(blocks, verdicts, strict=True):
@@ -168,8 +177,17 @@ class Engine:
         self.plan.passes.forget()
         self.exchange.forget()
 
-    def step(self, groups: Iterable[Group], state: State, loss_scale: LossScale | None) -> bool:
-        """Change every parameter that has a gradient; True if curvature must be tried again."""
+    def step(
+        self,
+        groups: Iterable[Group],
+        state: State,
+        loss_scale: LossScale | None,
+        loss: Tensor | None = None,
+    ) -> bool:
+        """Change every parameter that has a gradient; True if curvature must be tried again.
+
+        `loss` is what a closure returned, if there was one.
+        """
         options = {parameter: group for group in groups for parameter in group["params"]}
         trained = self.exchange.trained(options)
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
@@ -184,7 +202,7 @@ class Engine:
         active = [block for block in self.blocks if block.weight in changing]
         healthy = torch.zeros((), dtype=torch.bool, device=trained[0].device)
         if problem is None:
-            healthy = self._healthy(gradients, active).to(trained[0].device)
+            healthy = self._healthy(gradients, active, loss).to(trained[0].device)
         report = Report(active, trained, gradients, healthy, loss_scale, problem)
         totals = self.exchange.total(report)
         for block in active:
@@ -194,8 +212,11 @@ class Engine:
         reading = totals.read() if expecting else None
         with_sums = []
         if reading is not None:
-            check_captured({block: reading.counts[block] for block in expecting})
-            with_sums = [block for block in expecting if reading.counts[block].examples]
+            counts = {block: reading.counts[block] for block in expecting}
+            bypassed = bypassed_layers(counts, self.blocks)
+            self._disable(bypassed)
+            self.notices.never_called(bypassed)
+            with_sums = [block for block in expecting if counts[block].examples]
         covered = _covered(active)
         others = [p for p in trained if covered.get(p, 0) < p.numel()]
         gathered = self.exchange.gather(
@@ -224,6 +245,7 @@ class Engine:
         if not sound:
             healthy = torch.zeros_like(healthy)
         self._apply(trained, updates, totals, healthy, options, state)
+        self._count(healthy, options, may_read=reading is not None)
         self._note(expecting, verdicts)
         return not sound or any(has_failed for has_failed, _ in verdicts)
 
@@ -237,6 +259,12 @@ class Engine:
         state: State,
     ) -> None:
         decoupled = self.settings.decoupled_weight_decay
+        preconditioned = {
+            parameter
+            for block in self.blocks
+            if not block.capture.given_up
+            for parameter in block.parameters
+        }
         for parameter in trained:
             group, own, go = options[parameter], state[parameter], healthy.to(parameter.device)
             present = totals.present(parameter)
@@ -247,13 +275,18 @@ class Engine:
                 continue
             flag = None if known else go
             update, mine = updates[parameter], local(parameter)
-            if group["rule"] == "curvature":
-                momentum_step(mine, update, own, group, flag, group["lr"], decoupled=decoupled)
-            elif group["rule"] == "sgd":
-                lr = fallback_lr(group)
+            lr = group["lr"] if parameter in preconditioned else fallback_lr(group)
+            if parameter in preconditioned or self.settings.fallback == "sgd":
                 momentum_step(mine, update, own, group, flag, lr, decoupled=decoupled)
             else:
-                adamw_step(mine, update, own, group, flag, fallback_lr(group))
+                adamw_step(mine, update, own, group, flag, lr)
+
+    def _count(self, taken: Tensor, options: Mapping[Tensor, Group], *, may_read: bool) -> None:
+        self.skipped.count(taken)
+        scaled = self.loss_scale is not None
+        in_a_row = self.skipped.overdue(scaled=scaled, may_read=may_read)
+        if in_a_row:
+            self.notices.skipped(in_a_row, name_non_finite(options))
 
     def _unscaled(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gradients without the loss scale of mixed precision, where they still carry it."""
@@ -274,9 +307,13 @@ class Engine:
                 if value.device != parameter.device or value.dtype != dtype:
                     own[key] = value.to(parameter.device, dtype)
 
-    def _healthy(self, gradients: Mapping[Tensor, Tensor], active: list[Block]) -> Tensor:
+    def _healthy(
+        self, gradients: Mapping[Tensor, Tensor], active: list[Block], loss: Tensor | None
+    ) -> Tensor:
         """Whether everything this rank brings is finite: a 0-dimensional flag on the device."""
         tensors = [local(gradient) for gradient in gradients.values()]
+        if loss is not None:
+            tensors.append(loss)
         for block in active:
             tensors += block.capture.tensors()
         healthy = all_finite(tensors)
@@ -294,8 +331,7 @@ class Engine:
         largest = max((c.examples / c.passes for c in counts.values()), default=1)
         for block, count in counts.items():
             if block.layer.indexed and largest > 1 and count.examples == count.passes:
-                block.capture.given_up = True
-                block.capture.reset()
+                self._disable([block])
                 self.notices.given_up(block)
 
     def _refresh(

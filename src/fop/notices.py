@@ -39,6 +39,26 @@ class Notices:
             stacklevel=CALLER_OF_STEP - 1,
         )
 
+    def skipped(self, in_a_row: int, what: str) -> None:
+        """Said each time that it starts."""
+        warnings.warn(
+            f"the last {in_a_row} steps were skipped because something was non-finite: {what}. "
+            "Nothing is learned until that ends. optimizer.skipped_steps counts such steps; look "
+            "for bad data, a loss that overflows, or a learning rate that is too large.",
+            RuntimeWarning,
+            stacklevel=CALLER_OF_STEP - 1,
+        )
+
+    def never_called(self, blocks: Sequence[Block]) -> None:
+        if blocks:
+            self._once(
+                "never called",
+                f"{_listed(blocks)} use the fallback optimizer: they have gradients, but no call "
+                "of their modules was seen, so their weights are used directly (F.linear(x, "
+                "layer.weight), a fused kernel). Call the modules to give them curvature, or name "
+                "them in skip=[...].",
+            )
+
     def given_up(self, block: Block) -> None:
         self._once(
             f"given up {block.name}",
@@ -92,3 +112,8 @@ class Notices:
             'are KFAC steps. Use at least two examples a step, or, with halves="microbatches", two '
             'backward passes, or, with halves="ranks", examples on even and on odd ranks.',
         )
+
+
+def _listed(blocks: Sequence[Block]) -> str:
+    names = ", ".join(repr(block.name) for block in blocks)
+    return f"layers {names}" if len(blocks) > 1 else f"layer {names}"

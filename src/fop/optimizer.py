@@ -71,7 +71,12 @@ class SecondOrderOptimizer(Optimizer):
         preconditioned = {parameter for found in layers for parameter in found.parameters()}
         fallback = _fallback_options(settings.fallback, fallback_lr)
         groups = build_groups(self._model, preconditioned, param_groups, defaults["lr"], fallback)
-        progress = {"steps": 0, "refresh_overdue": False, "state_format": STATE_FORMAT}
+        progress = {
+            "steps": 0,
+            "skipped_steps": 0,
+            "refresh_overdue": False,
+            "state_format": STATE_FORMAT,
+        }
         super().__init__(groups, {**defaults, **progress})
         _, wrapper = unwrapped(model)
         self._attach(layers, wrapper, process_group)
@@ -137,8 +142,13 @@ class SecondOrderOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps taken, those skipped for want of a finite gradient included."""
+        """Calls of `step()`, those that were skipped included."""
         return int(self.param_groups[0]["steps"])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing, because something was non-finite. Reads from the device."""
+        return int(self._engine.skipped.total)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -157,7 +167,9 @@ class SecondOrderOptimizer(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             group["reference_lr"] = reference_lr(group)
-        retry = self._engine_step(self.param_groups, self.state, self._loss_scale())
+        retry = self._engine_step(
+            self.param_groups, self.state, self._loss_scale(), _as_tensor(loss)
+        )
         self._consolidated = None
         for group in self.param_groups:
             group["steps"] += 1
@@ -230,6 +242,8 @@ class SecondOrderOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; with several ranks, after `consolidate_state_dict()`."""
+        for group in self.param_groups:
+            group["skipped_steps"] = self.skipped_steps
         packed = super().state_dict()
         partial = self._exchange.sharded or self._exchange.has_shards
         if not partial or self.steps == 0:
@@ -265,6 +279,7 @@ class SecondOrderOptimizer(Optimizer):
         for group in self.param_groups:
             group["state_format"] = STATE_FORMAT
         self._consolidated = None
+        self._engine.skipped.total = int(self.param_groups[0]["skipped_steps"])
         self._engine.drop_foreign(self.state)
         self._engine.adopt(self.state)
         self._engine_reset()
@@ -510,6 +525,13 @@ class KFAC(SecondOrderOptimizer):
             "damping": damping,
         }
         super().__init__(model, settings, options, fallback_lr, skip, param_groups, process_group)
+
+
+def _as_tensor(loss: Any) -> Tensor | None:
+    """What a closure returned, where it can be told to be finite."""
+    if isinstance(loss, Tensor):
+        return loss.detach() if loss.is_floating_point() else None
+    return torch.tensor(float(loss)) if isinstance(loss, (int, float)) else None
 
 
 def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
