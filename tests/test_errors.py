@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 import fop
-from tests.common import mlp, points, train
+from tests.common import mlp, points, same, snapshot, train
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lr": -0.1}, ValueError, r"lr must be >= 0, got -0.1"),
@@ -105,13 +105,25 @@ def test_kfac_has_no_projection_to_configure(name: str) -> None:
         fop.KFAC(mlp(), **{name: 1.0})
 
 
-def test_two_optimizers_on_one_model_are_refused() -> None:
-    model = mlp()
+@pytest.mark.parametrize("make", [mlp, lambda: nn.MultiheadAttention(4, 2)])
+def test_a_second_optimizer_takes_the_model_over(make: Any) -> None:
+    """As a notebook cell run twice does, while a scheduler keeps the first one alive."""
+    model = make()
     first = fop.FOP(model)
-    with pytest.raises(RuntimeError, match="layer '0' is already trained by another fop optimizer"):
-        fop.KFAC(model)
-    del first
     fop.KFAC(model)
+    with pytest.raises(RuntimeError, match="this FOP no longer trains its model"):
+        first.step()
+
+
+def test_the_second_optimizer_trains_as_if_it_were_alone() -> None:
+    data = [points(seed=seed) for seed in range(8)]
+    model, other = mlp(), mlp()
+    first = fop.FOP(model, update_every=2)
+    train(model, first, data[:3])
+    other.load_state_dict(model.state_dict())
+    train(model, fop.FOP(model), data[3:])
+    train(other, fop.FOP(other), data[3:])
+    assert same(snapshot(model), snapshot(other))
 
 
 class Functional(nn.Module):
@@ -128,7 +140,7 @@ class Functional(nn.Module):
 def test_a_model_none_of_whose_layers_are_called_is_refused() -> None:
     model = Functional().double()
     optimizer = fop.FOP(model)
-    with pytest.raises(RuntimeError, match="no backward pass through any layer .* 'layer' have"):
+    with pytest.raises(RuntimeError, match=r"no backward pass through any layer .* 'layer' have"):
         train(model, optimizer, [points()])
     del optimizer
     train(model, fop.FOP(model, skip=["layer"]), [points()])

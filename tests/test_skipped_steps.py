@@ -16,15 +16,16 @@ import fop
 from tests.common import mlp, points, same, snapshot, train
 
 
-def bad_step(model: nn.Module, optimizer: Any, name: str | None = None) -> None:
+def bad_steps(count: int, model: nn.Module, optimizer: Any, name: str | None = None) -> None:
     """With a NaN in all gradients, or in that of one parameter."""
-    x, y = points()
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    for known, parameter in model.named_parameters():
-        if known == name or name is None:
-            parameter.grad.view(-1)[0] = math.nan
-    optimizer.step()
+    for _ in range(count):
+        x, y = points()
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        for known, parameter in model.named_parameters():
+            if known == name or name is None:
+                parameter.grad.view(-1)[0] = math.nan
+        optimizer.step()
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["on a host", "masked"])
@@ -35,7 +36,7 @@ def test_skipped_steps_are_counted(masked: bool, monkeypatch: pytest.MonkeyPatch
     optimizer = fop.FOP(model)
     assert optimizer.skipped_steps == 0
     for _ in range(3):
-        bad_step(model, optimizer)
+        bad_steps(1, model, optimizer)
         train(model, optimizer, [points()])
     assert (optimizer.skipped_steps, optimizer.steps) == (3, 6)
     twin = mlp()
@@ -57,11 +58,9 @@ def test_five_in_a_row_are_said_once_and_named(name: str | None, said: str) -> N
     for _ in range(2):  # and again, if it starts again
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for _ in range(4):
-                bad_step(model, optimizer, name)
+            bad_steps(4, model, optimizer, name)
         with pytest.warns(RuntimeWarning, match=f"the last 5 steps were skipped .*{said}") as found:
-            for _ in range(9):
-                bad_step(model, optimizer, name)
+            bad_steps(9, model, optimizer, name)
         assert len(found) == 1
         train(model, optimizer, [points()])
 
@@ -72,8 +71,7 @@ def test_parameters_that_are_non_finite_are_named() -> None:
     with torch.no_grad():
         model[0].bias[0] = math.inf
     with pytest.warns(RuntimeWarning, match=r"parameters are non-finite already \('0.bias'\)"):
-        for _ in range(5):
-            bad_step(model, optimizer)
+        bad_steps(5, model, optimizer)
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan, torch.tensor(math.inf)])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from fop.capture import LayerCapture
+from fop.capture import CapturePlan, LayerCapture
 from fop.hooks import TrackedCall, WatchingHook, in_transform, wanted
 from fop.layers import IN_ROLES, ROLES, ProjectionLayer, Role, attention_parameters
 
@@ -185,8 +185,9 @@ class AttentionHook(WatchingHook):
             _Marked.answer = staticmethod(torch.compiler.disable(_answer))
 
     @property
-    def alive(self) -> bool:
-        return any(capture() is not None for _, capture in self._projections.values())
+    def plan(self) -> CapturePlan | None:
+        captures = (capture() for _, capture in self._projections.values())
+        return next((capture.plan for capture in captures if capture is not None), None)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

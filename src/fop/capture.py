@@ -36,6 +36,14 @@ class CapturePlan:
     extra_pass_of: int | None = None
     extra_pass_first: bool = False
     passes: PassEnds = field(default_factory=lambda: PassEnds())
+    # Set once another optimizer has taken the model over; `release` removes all hooks.
+    retired: bool = False
+    release: Callable[[], object] | None = None
+
+    def retire(self) -> None:
+        self.retired = True
+        if self.release is not None:
+            self.release()
 
 
 class PassEnds:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fop.capture import LayerCapture
+from fop.capture import CapturePlan, LayerCapture
 from fop.layers import Layer, NormLayer
 
 
@@ -169,7 +170,8 @@ class WatchingHook(ABC):
 
     @property
     @abstractmethod
-    def alive(self) -> bool: ...
+    def plan(self) -> CapturePlan | None:
+        """Of the optimizer that it works for, while that is there."""
 
 
 class LayerHook(WatchingHook):
@@ -193,8 +195,9 @@ class LayerHook(WatchingHook):
         self._track = torch.compiler.disable(_track) if capture is not None else None
 
     @property
-    def alive(self) -> bool:
-        return self._capture is not None and self._capture() is not None
+    def plan(self) -> CapturePlan | None:
+        capture = None if self._capture is None else self._capture()
+        return None if capture is None else capture.plan
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
@@ -310,7 +313,10 @@ def watch_gradient(capture: LayerCapture) -> RemovableHandle | RemovableHandles:
     return handle
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether a living optimizer captures from this module already."""
-    hooks: list[object] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(isinstance(hook, WatchingHook) and hook.alive for hook in hooks)
+def take_over(modules: Iterable[nn.Module]) -> None:
+    """Retire the optimizers that capture from these modules already: the newest one wins."""
+    for module in modules:
+        hooks: list[object] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        for hook in hooks:
+            if isinstance(hook, WatchingHook) and hook.plan is not None:
+                hook.plan.retire()

@@ -27,7 +27,7 @@ from fop.groups import (
     find_layers,
     unwrapped,
 )
-from fop.hooks import RemovableHandles, is_watched, watch_gradient, watch_module
+from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.rules import reference_lr
 from fop.scaling import LossScale, Number
@@ -88,20 +88,12 @@ class SecondOrderOptimizer(Optimizer):
         process_group: ProcessGroup | None = None,
     ) -> None:
         """Build the engine and watch the layers; the hooks go when the optimizer does."""
-        taken = [
-            found.name for found in layers if any(is_watched(use.module) for use in found.uses)
-        ]
-        if taken:
-            raise RuntimeError(
-                f"layer {taken[0]!r} is already trained by another fop optimizer: keep one "
-                "optimizer a model, or delete the first one (del optimizer) before building the "
-                "next; use param_groups for different settings"
-            )
         settings = self._settings
         self._exchange = join_group(
             self._model, wrapper, process_group, settings.strategy, settings.difference_dtype
         )
         self._engine = Engine(settings, self._exchange)
+        take_over(use.module for found in layers for use in found.uses)
         # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
         self._engine_step = torch.compiler.disable(self._engine.step)
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
@@ -137,7 +129,7 @@ class SecondOrderOptimizer(Optimizer):
                 settings.loss_reduction,
             )
             handles.append(attach_output(self._model, self._extra_pass))
-        weakref.finalize(self, _remove_all, handles)
+        self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
         self._prepare()
 
     @property
@@ -161,6 +153,12 @@ class SecondOrderOptimizer(Optimizer):
         A gradient, loss or factor that is not finite leaves parameters, momentum and curvature as
         they were.
         """
+        if self._engine.plan.retired:
+            raise RuntimeError(
+                f"this {type(self).__name__} no longer trains its model, because another fop "
+                "optimizer was built on it afterwards and took it over: use the newer one (and "
+                "build schedulers from it), or build this one again"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
