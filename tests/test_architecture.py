@@ -31,7 +31,7 @@ ALLOWED = {
     "capture": {"layers", "moments", "shards", "squares", "symmetric"},
     "hooks": {"capture", "layers"},
     "attention": {"capture", "hooks", "layers"},
-    "fisher": {"capture"},
+    "fisher": {"capture", "settings"},
     "groups": {"layers", "scaling", "shards"},
     "rules": {"moments", "scaling"},
     "skips": {"linalg", "scaling", "shards"},

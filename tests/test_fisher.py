@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -134,23 +136,89 @@ def test_sampling_repeats_with_the_seed() -> None:
     assert same(*found)
 
 
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
+class Output(dict[str, Any]):
+    """As transformers' classes: a mapping with attributes."""
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.inner(x)}
+    __getattr__ = dict.__getitem__
+
+
+# What a model may return, given its logits and the loss it has computed itself.
+RETURNED: dict[str, Any] = {
+    "an output class": lambda logits, loss: Output(loss=loss, logits=logits),
+    "a dict": lambda logits, loss: {"logits": logits, "hidden": logits * 2},
+    "loss and logits": lambda logits, loss: (loss, logits),
+    "one of several, picked": lambda logits, loss: [logits * 2, logits, loss],
+}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        self.inner, self.returned = mlp(), RETURNED[returned]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.inner(x)
+        return self.returned(logits, cross_entropy(logits, y))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["own loss", "loss outside"])
+@pytest.mark.parametrize("fisher", ["mc", "exact"])
+@pytest.mark.parametrize("returned", RETURNED)
+def test_models_that_return_more_than_logits_train_alike(
+    returned: str, fisher: Any, inside: bool
+) -> None:
+    """Bit for bit like the model that returns its logits."""
+    plain, model = mlp(), Wrapped(returned)
+    pick = (lambda output: output[1]) if "picked" in returned else None
+    first = fop.FOP(plain, fisher=fisher)
+    second = fop.FOP(model, fisher=fisher, model_output=pick)
+    data = [points(seed=seed) for seed in range(5)]
+    torch.manual_seed(1)
+    train(plain, first, data)
+    torch.manual_seed(1)
+    for x, y in data:
+        second.zero_grad()
+        output = model(x, y)
+        parts = list(output.values()) if isinstance(output, dict) else list(output)
+        loss = next((part for part in parts if part.dim() == 0), None)
+        logits = output["logits"] if isinstance(output, dict) else output[1]
+        chosen = loss if inside and loss is not None else cross_entropy(logits, y)
+        del output, parts, logits, loss
+        chosen.backward()
+        second.step()
+    assert same(snapshot(plain), snapshot(model))
 
 
 def test_outputs_it_can_not_read_are_named() -> None:
-    model = Wrapped()
-    optimizer = fop.FOP(model, fisher="mc")
-    with pytest.raises(TypeError, match=r"Wrapped returned dict: wrap the model"):
-        model(points()[0])
-    del optimizer
+    model = Wrapped("one of several, picked")
+    kept = fop.FOP(model, fisher="mc")
+    with pytest.raises(TypeError, match=r"Wrapped returned list with 2 tensors .* model_output="):
+        model(*points())
+    kept = fop.FOP(model, fisher="mc", model_output=len)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model_output must return a tensor, .* it gave int"):
+        model(*points())
     flat = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
     kept = fop.FOP(flat, fisher="mc")
     with pytest.raises(ValueError, match=r"needs model outputs \[n, classes, ...\], got shape"):
-        flat(points()[0]).sum().backward()
+        flat(points()[0])
     del kept
+
+
+@pytest.mark.parametrize("fisher", ["mc", "exact"])
+def test_one_class_is_refused(fisher: Any) -> None:
+    model = nn.Linear(5, 1).double()
+    kept = fop.FOP(model, fisher=fisher)
+    with pytest.raises(ValueError, match=r"two classes at least, .* shape \(12, 1\)"):
+        model(points()[0])
+    del kept
+
+
+def test_forward_passes_without_a_backward_are_let_go() -> None:
+    model = mlp()
+    optimizer = fop.FOP(model, fisher="mc")
+    kept = [weakref.ref(model(points()[0])) for _ in range(40)]
+    gc.collect()
+    assert sum(reference() is not None for reference in kept) <= 16
+    optimizer.zero_grad()
+    gc.collect()
+    assert all(reference() is None for reference in kept)

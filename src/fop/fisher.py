@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
+from fop.settings import Settings
 
 
 def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
@@ -96,22 +97,28 @@ def _classes_back(gradient: Tensor, output: Tensor) -> Tensor:
     return gradient if output.dim() <= 3 else gradient.movedim(-1, 1)
 
 
+# Forward passes that may wait for their backward at a time; what is older is let go.
+WAITING = 16
+
+
 class ExtraPass:
-    """Runs the extra backwards for one model."""
+    """Runs the extra backwards for one model, from the outputs of its forward passes.
+
+    Outputs wait here, and not in the hooks on themselves, which would be a cycle that is never
+    freed.
+    """
 
     def __init__(
-        self,
-        plan: CapturePlan,
-        captures: Sequence[LayerCapture],
-        fisher: str,
-        likelihood: str,
-        reduction: str,
+        self, plan: CapturePlan, captures: Sequence[LayerCapture], settings: Settings
     ) -> None:
         self._plan = plan
         self._captures = captures
-        self._exact = fisher == "exact"
-        self._likelihood = likelihood
-        self._reduction = reduction
+        self._exact = settings.fisher == "exact"
+        self._likelihood = settings.likelihood
+        self._reduction = settings.loss_reduction
+        self._pick = settings.model_output
+        self._waiting: dict[int, Tensor] = {}
+        self._passes = 0
 
     def wanting(self) -> list[LayerCapture]:
         return [
@@ -120,10 +127,45 @@ class ExtraPass:
             if capture.wants_sums and capture.weight.requires_grad
         ]
 
-    def run(self, output: Tensor) -> None:
+    def expect(self, module: nn.Module, output: Any) -> None:
+        """Run once the gradient at the model's output is known, wherever the loss is computed."""
+        if not self.wanting():
+            return
+        logits = find_output(module, output, self._pick)
+        if logits.numel() == 0 or not logits.requires_grad:
+            return
+        self._check(logits)
+        self._passes += 1
+        number, reference = self._passes, weakref.ref(self)
+
+        def reached(grad: Tensor) -> None:
+            extra_pass = reference()
+            if extra_pass is not None:
+                extra_pass._run(number)
+
+        logits.register_hook(reached)
+        self._waiting[number] = logits
+        while len(self._waiting) > WAITING:
+            del self._waiting[next(iter(self._waiting))]
+
+    def forget(self) -> None:
+        """Forward passes that had no backward never will."""
+        self._waiting.clear()
+
+    def _check(self, logits: Tensor) -> None:
+        if self._likelihood == "categorical" and _classes_last(logits).shape[-1] == 1:
+            raise ValueError(
+                f'likelihood="categorical" needs two classes at least, but the model returned '
+                f"shape {tuple(logits.shape)}, which is one class: its Fisher is zero. Choose "
+                'likelihood="bernoulli" (binary_cross_entropy_with_logits) or "gaussian" '
+                "(mse_loss)"
+            )
+
+    def _run(self, number: int) -> None:
+        output = self._waiting.pop(number, None)
         captures = self.wanting()
         weights = list(dict.fromkeys(capture.in_graph for capture in captures))  # may be shared
-        if not weights:
+        if output is None or not weights:
             return
         plan = self._plan
         plan.extra_pass_of, plan.extra_pass_first = torch._C._current_graph_task_id(), True
@@ -143,25 +185,39 @@ class ExtraPass:
             yield sampled_gradient(output, self._likelihood, self._reduction)
 
 
-class _OutputProbe(torch.autograd.Function):
-    """Hands the model's output on; its backward starts the extra passes from there.
+def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | None) -> Tensor:
+    """The tensor that the likelihood is about: the output itself, its logits, or the only one."""
+    if pick is not None:
+        picked = pick(output)
+        if not isinstance(picked, Tensor):
+            raise TypeError(
+                f"model_output must return a tensor, but of what {type(module).__name__} returned "
+                f"it gave {type(picked).__name__}"
+            )
+        return picked
+    if isinstance(output, Tensor):
+        return output
+    parts = dict(output) if isinstance(output, Mapping) else dict(enumerate(_sequence(output)))
+    logits = parts.get("logits", getattr(output, "logits", None))
+    if isinstance(logits, Tensor):
+        return logits
+    # A loss beside the logits has no dimensions.
+    candidates = [
+        part
+        for part in parts.values()
+        if isinstance(part, Tensor) and part.is_floating_point() and part.dim() > 1
+    ]
+    if len(candidates) == 1:
+        return candidates[0]
+    raise TypeError(
+        f'fisher="mc" and "exact" need the logits, but {type(module).__name__} returned '
+        f"{type(output).__name__} with {len(candidates)} tensors that may be them: pass "
+        "model_output=lambda output: ... to pick one"
+    )
 
-    A tensor hook would have to hold the output itself, a cycle that is never freed; saved tensors
-    don't.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, extra_pass: weakref.ref[ExtraPass]) -> Tensor:
-        ctx.save_for_backward(output)
-        ctx.extra_pass = extra_pass
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        extra_pass = ctx.extra_pass()
-        if extra_pass is not None:
-            extra_pass.run(ctx.saved_tensors[0])
-        return grad, None
+def _sequence(output: Any) -> Sequence[Any]:
+    return output if isinstance(output, (tuple, list)) else ()
 
 
 class OutputHook:
@@ -169,13 +225,11 @@ class OutputHook:
 
     def __init__(self, extra_pass: ExtraPass | None = None) -> None:
         self._extra_pass = weakref.ref(extra_pass) if extra_pass is not None else None
-        self._probe = torch.compiler.disable(_probe) if extra_pass is not None else None
+        self._expect = torch.compiler.disable(_expect) if extra_pass is not None else None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
-        if self._probe is None or not torch.is_grad_enabled():
-            return None
-        probed: Tensor | None = self._probe(self._extra_pass, module, output)
-        return probed
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._expect is not None and torch.is_grad_enabled():
+            self._expect(self._extra_pass, module, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OutputHook:
         return OutputHook()
@@ -184,20 +238,10 @@ class OutputHook:
         return OutputHook, ()
 
 
-def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> Tensor | None:
+def _expect(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> None:
     extra_pass = reference()
-    if extra_pass is None or not extra_pass.wanting():
-        return None
-    if isinstance(output, Tensor) and output.numel() == 0:
-        return None
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            'fisher="mc" and "exact" need a model that returns one tensor, but '
-            f"{type(module).__name__} returned {type(output).__name__}: wrap the model so "
-            'that it returns its logits, or use fisher="empirical"'
-        )
-    probed: Tensor = _OutputProbe.apply(output, reference)  # type: ignore[no-untyped-call]
-    return probed
+    if extra_pass is not None:
+        extra_pass.expect(module, output)
 
 
 def attach_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:

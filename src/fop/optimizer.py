@@ -118,16 +118,10 @@ class SecondOrderOptimizer(Optimizer):
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._engine.place()
         self._engine.adopt(self.state)
-        self._extra_pass = None
+        self._extra_pass: ExtraPass | None = None
         if self._engine.plan.curvature and settings.fisher != "empirical":
             captures = [block.capture for block in self._engine.blocks]
-            self._extra_pass = ExtraPass(
-                self._engine.plan,
-                captures,
-                settings.fisher,
-                settings.likelihood,
-                settings.loss_reduction,
-            )
+            self._extra_pass = ExtraPass(self._engine.plan, captures, settings)
             handles.append(attach_output(self._model, self._extra_pass))
         self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
         self._prepare()
@@ -184,6 +178,8 @@ class SecondOrderOptimizer(Optimizer):
         """Reset all gradients, and what was captured together with them."""
         super().zero_grad(set_to_none)
         self._engine_reset()
+        if self._extra_pass is not None:
+            self._extra_pass.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused, except while the optimizer is built: new parameters have no watched layer."""
@@ -360,6 +356,9 @@ class FOP(SecondOrderOptimizer):
             the model, one extra backward when
             the curvature is renewed; "exact" takes all labels, one extra backward each.
         likelihood: What "mc" and "exact" sample from: "categorical", "bernoulli" or "gaussian".
+        model_output: For "mc" and "exact", a function that picks the logits out of what the model
+            returns. None takes a tensor as it is, `.logits` or ["logits"], or the only tensor with
+            two dimensions or more.
         sharing: How weights shared over positions count: "expand" (every position on its own) or
             "reduce" (summed an example).
         max_factor_size: Widest Kronecker factor to be kept whole. A wider one (a vocabulary, say)
@@ -412,6 +411,7 @@ class FOP(SecondOrderOptimizer):
         stagger: bool = False,
         fisher: Literal["empirical", "mc", "exact"] = "empirical",
         likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
+        model_output: Callable[[Any], Tensor] | None = None,
         sharing: Literal["expand", "reduce"] = "expand",
         max_factor_size: int = 8192,
         beta: Coefficient = "adaptive",
@@ -438,6 +438,7 @@ class FOP(SecondOrderOptimizer):
             stagger=stagger,
             fisher=fisher,
             likelihood=likelihood,
+            model_output=model_output,
             sharing=sharing,
             max_factor_size=max_factor_size,
             beta=beta,
@@ -483,6 +484,7 @@ class KFAC(SecondOrderOptimizer):
         stagger: bool = False,
         fisher: Literal["empirical", "mc", "exact"] = "empirical",
         likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
+        model_output: Callable[[Any], Tensor] | None = None,
         sharing: Literal["expand", "reduce"] = "expand",
         max_factor_size: int = 8192,
         kl_clip: float | None = 1e-3,
@@ -503,6 +505,7 @@ class KFAC(SecondOrderOptimizer):
             stagger=stagger,
             fisher=fisher,
             likelihood=likelihood,
+            model_output=model_output,
             sharing=sharing,
             max_factor_size=max_factor_size,
             beta=0.0,

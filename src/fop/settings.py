@@ -30,6 +30,7 @@ class Settings:
     update_every: Interval = 10
     fisher: str = "empirical"
     likelihood: str = "categorical"
+    model_output: Callable[[Any], Any] | None = None
     sharing: str = "expand"
     max_factor_size: int = 8192
     beta: Coefficient = "adaptive"
@@ -70,6 +71,11 @@ class Settings:
                 _number(name, value, hint=' or "adaptive"')
         if not callable(self.update_every):
             _whole(self.update_every, "update_every", "steps or a function of the step")
+        if self.model_output is not None and not callable(self.model_output):
+            raise TypeError(
+                "model_output must be a function of what the model returns, or None, got "
+                f"{self.model_output!r}"
+            )
         _whole(self.max_factor_size, "max_factor_size", "rows")
         if isinstance(self.strategy, str):
             _one_of("strategy", self.strategy, ("owner", "all"))
