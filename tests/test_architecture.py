@@ -142,4 +142,5 @@ def test_the_library_imports_no_more_than_torch_does() -> None:
 
 def test_public_names() -> None:
     assert sorted(fop.__all__) == ["FOP", "KFAC", "diagnostics", "noise_scale", "scale_to_batch"]
+    assert set(dir(fop)) == {*fop.__all__, "__version__"}
     assert (ROOT / "py.typed").exists()

@@ -121,7 +121,7 @@ def test_other_layers_are_trained_by_the_fallback_and_named(
     assert record.getMessage() == (
         f"'0' is trained by the fallback rule: no curvature for {kind.__name__}"
     )
-    assert f"by adamw ({kind.__name__} 0; LayerNorm 1)" in repr(optimizer)
+    assert f"use adamw ({kind.__name__} 0; LayerNorm 1)" in repr(optimizer)
     assert {group["rule"] for group in optimizer.param_groups} == {"adamw"}
 
 

@@ -259,7 +259,8 @@ def test_a_step_without_gradients_does_nothing() -> None:
 
 def test_the_repr_tells_what_is_trained_how() -> None:
     text = repr(fop.FOP(cnn(), fallback="adamw"))
-    assert "2 layers by kronecker curvature, 2 parameters by adamw (BatchNorm2d 1)" in text
+    assert "2 layers with kronecker curvature" in text
+    assert "2 parameters use adamw (BatchNorm2d 1)" in text
     assert "lr: 0.1" in text
 
 
@@ -270,7 +271,17 @@ def test_the_repr_names_the_modules_without_curvature() -> None:
     model.scale = nn.Parameter(torch.ones(()))
     text = repr(fop.FOP(model))
     where = "ModuleDict; LSTM rnn; EmbeddingBag bag; LayerNorm norms.0, norms.1 and 2 more; GRU gru"
-    assert f"# 1 layers by kronecker curvature, 18 parameters by adamw ({where})" in text
+    assert f"18 parameters use adamw ({where})" in text
+
+
+def test_the_repr_shows_options_and_no_bookkeeping() -> None:
+    text = repr(fop.FOP(mlp(), 0.2, fisher="mc", weight_decay=0.1))
+    for shown in ("FOP (", "2 layers with kronecker curvature", "kl_clip: 0.001", "fisher: mc"):
+        assert shown in text
+    assert "update_every: 10" in text
+    assert "lr: 0.2, momentum: 0.7, nesterov: False, weight_decay: 0.1" in text
+    for internal in ("refresh_overdue", "state_format", "steps", "rule", "reference_lr"):
+        assert internal not in text
 
 
 # ---- copies

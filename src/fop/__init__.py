@@ -9,3 +9,7 @@ from fop.schedules import scale_to_batch
 
 __version__ = "0.1.0"
 __all__ = ["FOP", "KFAC", "diagnostics", "noise_scale", "scale_to_batch"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -98,7 +98,7 @@ def _classes_back(gradient: Tensor, output: Tensor) -> Tensor:
 
 
 # Forward passes that may wait for their backward at a time; what is older is let go.
-WAITING = 16
+WAITING = 8
 
 
 class ExtraPass:
@@ -149,7 +149,7 @@ class ExtraPass:
             del self._waiting[next(iter(self._waiting))]
 
     def forget(self) -> None:
-        """Forward passes that had no backward never will."""
+        """After a step, forward passes that had no backward are not expected to have one."""
         self._waiting.clear()
 
     def _check(self, logits: Tensor) -> None:

@@ -19,6 +19,7 @@ from fop.distributed import join_group
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
+    GROUP_OPTIONS,
     FoundLayer,
     Skip,
     build_groups,
@@ -163,6 +164,8 @@ class SecondOrderOptimizer(Optimizer):
             self.param_groups, self.state, self._loss_scale(), _as_tensor(loss)
         )
         self._consolidated = None
+        if self._extra_pass is not None:
+            self._extra_pass.forget()
         for group in self.param_groups:
             group["steps"] += 1
             group["refresh_overdue"] = retry
@@ -178,8 +181,6 @@ class SecondOrderOptimizer(Optimizer):
         """Reset all gradients, and what was captured together with them."""
         super().zero_grad(set_to_none)
         self._engine_reset()
-        if self._extra_pass is not None:
-            self._extra_pass.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused, except while the optimizer is built: new parameters have no watched layer."""
@@ -316,16 +317,23 @@ class SecondOrderOptimizer(Optimizer):
             self._attach(find_layers(self._model, self._skip, norms=norms))
 
     def __repr__(self) -> str:
-        layers = len(self._engine.blocks)
-        by_rule: dict[str, list[str]] = {}
-        for group in self.param_groups:
-            if group["rule"] != "curvature":
-                by_rule.setdefault(group["rule"], []).extend(group["param_names"])
-        summary = [f"{layers} layers by {self._settings.curvature} curvature"]
-        for rule, names in by_rule.items():
-            where = describe_modules(self._model, names)
-            summary.append(f"{len(names)} parameters by {rule} ({where})")
-        return f"# {', '.join(summary)}\n{super().__repr__()}"
+        blocks = [block for block in self._engine.blocks if not block.capture.given_up]
+        lines = [f"{len(blocks)} layers with {self._settings.curvature} curvature"]
+        covered = {parameter for block in blocks for parameter in block.parameters}
+        rest = [
+            name
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if parameter not in covered
+        ]
+        if rest:
+            where = describe_modules(self._model, rest)
+            lines.append(f"{len(rest)} parameters use {self._settings.fallback} ({where})")
+        lines.append(self._settings.described())
+        for number, group in enumerate(self.param_groups):
+            options = (f"{name}: {group[name]}" for name in sorted(GROUP_OPTIONS))
+            lines.append(f"group {number}, {len(group['params'])} parameters: {', '.join(options)}")
+        return "\n    ".join([f"{type(self).__name__} (", *lines]) + "\n)"
 
 
 class FOP(SecondOrderOptimizer):

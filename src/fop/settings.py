@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,13 @@ class Settings:
     def total_weight(self) -> float:
         """k of algorithm's eta: 1 when g_tot is the mean gradient, 2 when it is g1 + g2."""
         return 1.0 if self.total == "mean" else 2.0
+
+    def described(self) -> str:
+        """What most depends on, and what was chosen otherwise than by default."""
+        shown = {"kl_clip", "update_every", "fisher"}
+        shown |= {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+        chosen = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name in shown)
+        return ", ".join(f"{name}: {value}" for name, value in chosen)
 
     def interval(self, step: int) -> int:
         """Steps between renewals of curvature, as of `step`."""
