@@ -345,8 +345,11 @@ class FOP(SecondOrderOptimizer):
 
     Args:
         model: The model to train (the module, not its parameters).
-        lr: Learning rate.
-        momentum, nesterov, weight_decay: As in torch.optim.SGD.
+        lr: Learning rate, a number or a tensor. While the KL clip is active, `kl_clip` sets the
+            length of a step, and lr what share of it is taken: all of it at this lr (or at a
+            larger one of a scheduler), a tenth of it at a tenth of this lr.
+        momentum, nesterov, weight_decay: As in torch.optim.SGD; the velocity is kept as a
+            displacement, so that a change of lr does not rescale it.
         decoupled_weight_decay: Shrink the weights directly, as AdamW does, instead of adding to the
             update.
         damping: lambda, added to the curvature before it is inverted.
@@ -383,8 +386,9 @@ class FOP(SecondOrderOptimizer):
         curvature: "kronecker"; "ekfac" for eigenvalues corrected in the Kronecker basis, damped
             exactly whatever `damping_mode` is (with several ranks, it needs strategy="all"); or
             "identity" for none.
-        fallback: Rule for all other parameters: "sgd" with the options above, or "adamw".
-        fallback_lr: Learning rate of the fallback; by default `lr` for "sgd" and 1e-3 for "adamw".
+        fallback: Optimizer for all other parameters: "adamw", or "sgd" with the options above.
+        fallback_lr: Learning rate of the fallback while `lr` is as given here; it follows the
+            schedule of `lr` in proportion. By default 1e-3 for "adamw" and `lr` for "sgd".
         norms: Normalisation layers by the "fallback", or "unitwise": with the exact curvature of
             each scale and shift, a 2 x 2 matrix.
         strategy: How several ranks share curvature. "owner": each layer's is kept and used by one
@@ -399,8 +403,7 @@ class FOP(SecondOrderOptimizer):
             DistributedDataParallel.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
-            their own lr, momentum,
-            weight_decay, nesterov or damping. Parameters in none of them form a group of their own.
+            their own lr, momentum, weight_decay, nesterov, damping or fallback_lr. Parameters in none of them form a group of their own.
     """
 
     def __init__(
