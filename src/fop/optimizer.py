@@ -403,7 +403,8 @@ class FOP(SecondOrderOptimizer):
             DistributedDataParallel.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
-            their own lr, momentum, weight_decay, nesterov, damping or fallback_lr. Parameters in none of them form a group of their own.
+            their own lr, momentum, weight_decay, nesterov, damping or fallback_lr. Parameters in
+            none of them form a group of their own.
     """
 
     def __init__(
