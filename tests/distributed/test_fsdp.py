@@ -116,7 +116,8 @@ def parameters_and_momentum_stay_sharded(rank: Rank) -> None:
     rows = 0
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
-        buffer = optimizer.state[parameter]["momentum_buffer"]
+        own = optimizer.state[parameter]
+        buffer = own["momentum_buffer" if "momentum_buffer" in own else "exp_avg"]
         assert buffer.shape == parameter.to_local().shape
         rows += buffer.shape[0]
     total = torch.tensor(rows)
