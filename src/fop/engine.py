@@ -189,7 +189,7 @@ class Engine:
         `loss` is what a closure returned, if there was one.
         """
         options = {parameter: group for group in groups for parameter in group["params"]}
-        trained = self.exchange.trained(options)
+        trained: list[Tensor] = list(self.exchange.trained(options))
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
         problem = find_problem(self.blocks, gradients, options)
         if not trained:
@@ -201,10 +201,17 @@ class Engine:
         changing = dict.fromkeys(trained)
         active = [block for block in self.blocks if block.weight in changing]
         healthy = torch.zeros((), dtype=torch.bool, device=trained[0].device)
-        if problem is None:
+        if problem is None and gradients:
             healthy = self._healthy(gradients, active, loss).to(trained[0].device)
         report = Report(active, trained, gradients, healthy, loss_scale, problem)
         totals = self.exchange.total(report)
+        if not gradients:  # then all ranks skip the step
+            missing = totals.without_gradients()
+            if missing == self.exchange.ranks:
+                self.exchange.forget()
+                return any(block.capture.refresh_due for block in self.blocks)
+            self.notices.no_gradients(self.exchange.index, missing, self.exchange.ranks)
+        active, trained = totals.taking_part()
         for block in active:
             if block.capture.bypassed and not block.capture.given_up and block.ready:
                 self.notices.bypassed(block)

@@ -102,6 +102,14 @@ class Notices:
                     f"skip=[{block.name!r}].",
                 )
 
+    def no_gradients(self, rank: int, missing: int, ranks: int) -> None:
+        self._once(
+            "no gradients",
+            f"rank {rank} called step() without a gradient ({missing} of {ranks} ranks did), so "
+            "all ranks skip the step. Run backward() on every rank before step(); a rank without "
+            "data runs the model on an empty batch: (model(x).sum() * 0).backward().",
+        )
+
     def no_halves(self, block: Block, first: Number, second: Number) -> None:
         if "no halves" in self._said or block.capture.given_up or first == second == 0:
             return

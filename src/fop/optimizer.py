@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, check_state
-from fop.distributed import join_group
+from fop.distributed import describe, join_group
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
@@ -33,6 +33,7 @@ from fop.layers import ProjectionLayer
 from fop.rules import reference_lr
 from fop.scaling import LossScale, Number
 from fop.settings import Coefficient, Interval, Settings, check_group
+from fop.trainers import gather_where_trainers_save
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,7 +92,12 @@ class SecondOrderOptimizer(Optimizer):
         """Build the engine and watch the layers; the hooks go when the optimizer does."""
         settings = self._settings
         self._exchange = join_group(
-            self._model, wrapper, process_group, settings.strategy, settings.difference_dtype
+            self._model,
+            wrapper,
+            process_group,
+            settings.strategy,
+            settings.difference_dtype,
+            lambda: describe(self, settings, self._model, self._skip, [f.name for f in layers]),
         )
         self._engine = Engine(settings, self._exchange)
         take_over(use.module for found in layers for use in found.uses)
@@ -126,6 +132,7 @@ class SecondOrderOptimizer(Optimizer):
             handles.append(attach_output(self._model, self._extra_pass))
         self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
         self._prepare()
+        self._meet_trainers()
 
     @property
     def steps(self) -> int:
@@ -199,10 +206,12 @@ class SecondOrderOptimizer(Optimizer):
         """Bring together the curvature that the ranks keep, on rank `to` or, by default, on all.
 
         All ranks must call this, each time before `state_dict()`. Not needed on one process or with
-        strategy="all".
+        strategy="all", nor where a trainer saves.
         """
         if to is not None and not 0 <= to < self._exchange.ranks:
             raise ValueError(f"to must be a rank from 0 to {self._exchange.ranks - 1}, got {to!r}")
+        if not self._partial:
+            return
         mine = {
             index: {
                 key: value.cpu() if isinstance(value, Tensor) else value
@@ -219,6 +228,15 @@ class SecondOrderOptimizer(Optimizer):
             self._consolidated = shards
             for index, curvature in ((i, c) for part in parts if part for i, c in part.items()):
                 self._consolidated.setdefault(blocks[index].weight, {}).update(curvature)
+
+    @property
+    def _partial(self) -> bool:
+        """Whether this rank keeps only a part of the state."""
+        return self._exchange.sharded or self._exchange.has_shards
+
+    def _meet_trainers(self) -> None:
+        if self._partial:
+            gather_where_trainers_save(SecondOrderOptimizer)
 
     def _collect_shards(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
         """What the update rules keep, whole, from the rows of all ranks."""
@@ -240,8 +258,7 @@ class SecondOrderOptimizer(Optimizer):
         for group in self.param_groups:
             group["skipped_steps"] = self.skipped_steps
         packed = super().state_dict()
-        partial = self._exchange.sharded or self._exchange.has_shards
-        if not partial or self.steps == 0:
+        if not self._partial or self.steps == 0:
             return packed
         if self._consolidated is None:
             raise RuntimeError(
@@ -279,6 +296,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine.adopt(self.state)
         self._engine_reset()
         self._prepare()
+        self._meet_trainers()  # Accelerate loads the state when it takes the optimizer over
 
     def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
         """Undo torch's cast of all state to the parameter's type, which may be half precision."""

@@ -194,26 +194,31 @@ def a_rank_without_examples_takes_part(rank: Rank) -> None:
 
 
 def an_error_on_one_rank_reaches_all(rank: Rank) -> None:
-    """On a step that renews curvature; it names who must be asked."""
+    """On a step that refreshes curvature and on a plain one; it names who must be asked."""
     if rank.ranks == 1:
         return
-    model = net()
-    optimizer = fop.FOP(model)
-    x, y = batches([4] * rank.ranks)[rank.index]
-    cross_entropy(model(x), y).backward()
-    if rank.index == 1:
-        optimizer._engine.blocks[0].weight.grad = None
-        optimizer._engine.blocks[0].capture.replaced = True
-        raises(RuntimeError, "layer 'first' was replaced", optimizer.step)
-    else:
-        raises(RuntimeError, "1 of", optimizer.step)
+    for bad_step in (0, 4):
+        model = net()
+        optimizer = fop.FOP(model)
+        for step in range(bad_step):
+            one_step(model, optimizer, rank, step)
+        optimizer.zero_grad()
+        x, y = batches([4] * rank.ranks)[rank.index]
+        cross_entropy(model(x), y).backward()
+        if rank.index == 1:
+            optimizer._engine.blocks[0].weight.grad = None
+            optimizer._engine.blocks[0].capture.replaced = True
+            raises(RuntimeError, "layer 'first' was replaced", optimizer.step)
+        else:
+            raises(RuntimeError, "1 of", optimizer.step)
 
 
 def different_models_are_refused_on_all_ranks(rank: Rank) -> None:
     if rank.ranks == 1:
         return
     model = nn.Linear(3, 2 if rank.index == 0 else 4)
-    raises(ValueError, "different parameters", lambda: fop.FOP(model))
+    shapes = "parameter 'weight' is (2, 3) torch.float32 trained on rank 0 and (4, 3)"
+    raises(ValueError, shapes, lambda: fop.FOP(model))
     raises(ValueError, "must divide", lambda: fop.FOP(net(), strategy=rank.ranks + 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fop.distributed.agreement import describe
 from fop.distributed.base import (
     Counts,
     Exchange,
@@ -25,5 +26,6 @@ __all__ = [
     "Request",
     "Totals",
     "Verdict",
+    "describe",
     "join_group",
 ]

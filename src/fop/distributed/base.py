@@ -25,9 +25,9 @@ Parts = Sequence[Tensor]  # a layer's, of the weight and the bias
 class Report:
     """What one rank brings to a step."""
 
-    blocks: Sequence[Block]  # that take part; equal on all ranks
-    parameters: Sequence[Tensor]  # that the step changes; equal on all ranks
-    gradients: Mapping[Tensor, Tensor]  # this rank's
+    blocks: Sequence[Block]  # that may take part; equal on all ranks
+    parameters: Sequence[Tensor]  # that the step may change; equal on all ranks
+    gradients: Mapping[Tensor, Tensor]  # this rank's; none without a backward pass
     healthy: Tensor  # 0-dimensional flag on the device: all of the above is finite
     loss_scale: LossScale | None
     problem: Exception | None  # why this rank can't take the step
@@ -77,6 +77,14 @@ class Totals(Protocol):
     @property
     def healthy(self) -> Tensor:
         """Whether the step may be taken: a 0-dimensional flag on the device."""
+        ...
+
+    def taking_part(self) -> tuple[list[Block], list[Tensor]]:
+        """The layers of the step, equal on all ranks, and the parameters that this rank changes."""
+        ...
+
+    def without_gradients(self) -> int:
+        """How many ranks have no gradient at all. A host read."""
         ...
 
     def present(self, parameter: Tensor) -> Tensor | None:
@@ -151,7 +159,7 @@ class Exchange(Protocol):
         ...
 
     def trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters that a step changes, equal on all ranks."""
+        """The parameters that a step may change: equal on all ranks, whatever their gradients."""
         ...
 
     def total(self, report: Report) -> Totals: ...

@@ -23,38 +23,46 @@ from torch import Tensor
 
 
 class Handle(Protocol):
-    def wait(self) -> None:
-        """Return when the result is there, or, on accelerators, will be for what comes next."""
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Return when the result is there, or, on accelerators, will be for what comes next.
+
+        With a limit, return when it is there, or raise.
+        """
         ...
 
 
 class _Done:
-    def wait(self) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         pass
 
 
 class Comm:
     """The ranks that share a model, and this one's place among them."""
 
-    def __init__(self, group: dist.ProcessGroup, row_size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         members = dist.get_process_group_ranks(group)
         self.ranks, self.index = len(members), dist.get_rank(group)
-        self.row_size, self.rows = row_size, self.ranks // row_size
-        self.row, self.place = divmod(self.index, row_size)
         self.sent: Counter[str] = Counter()  # bytes, by what they were for
         self.under_way: list[_Pending] = []  # the latest messages, for errors
+        self._base = group
         self._all = _Ring(group, range(self.ranks), self)
+        self.form_rows(self.ranks)
+
+    def form_rows(self, row_size: int) -> None:
+        """Stand in rows of so many; all ranks must agree on the number."""
+        self.row_size, self.rows = row_size, self.ranks // row_size
+        self.row, self.place = divmod(self.index, row_size)
         rows = [range(r * row_size, (r + 1) * row_size) for r in range(self.rows)]
         columns = [range(place, self.ranks, row_size) for place in range(row_size)]
-        self._row = self._ring(group, rows)
-        self._column = self._ring(group, columns)
+        self._row = self._ring(rows)
+        self._column = self._ring(columns)
 
-    def _ring(self, group: dist.ProcessGroup, parts: Sequence[range]) -> _Ring:
+    def _ring(self, parts: Sequence[range]) -> _Ring:
         mine = None
         for part in parts:  # all ranks make all groups, in one order
             if len(part) == self.ranks:
                 return self._all
-            ring = _Ring(group, part, self)
+            ring = _Ring(self._base, part, self)
             mine = ring if self.index in part else mine
         assert mine is not None
         return mine
@@ -62,10 +70,6 @@ class Comm:
     def sum_of_all(self, tensor: Tensor, what: str) -> Handle:
         """Onto every rank, in place."""
         return self._all.all_reduce(tensor, what)
-
-    def largest_of_all(self, tensor: Tensor, what: str) -> Handle:
-        """Elementwise, onto every rank, in place."""
-        return self._all.all_reduce(tensor, what, dist.ReduceOp.MAX)
 
     def reduce_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
         """The row's sum onto its owner, in place; elsewhere the tensor is left undefined."""
@@ -81,9 +85,13 @@ class Comm:
         """From the first rank."""
         return self._all.broadcast(tensor, 0, what)
 
-    def gather_objects(self, mine: Any, to: int | None) -> list[Any] | None:
-        """Of all ranks, on rank `to` or, if it is None, on every rank; None elsewhere."""
-        return self._all.gather_objects(mine, to)
+    def gather_from_all(self, mine: Any, what: str) -> list[Any]:
+        """The plain objects of all ranks, on every rank."""
+        return self._all.all_gather_objects(mine, what)
+
+    def gather_objects(self, mine: Any, to: int, what: str) -> list[Any] | None:
+        """The plain objects of all ranks on rank `to`; None elsewhere."""
+        return self._all.gather_objects(mine, to, what)
 
 
 class _Ring:
@@ -103,14 +111,12 @@ class _Ring:
                 use_local_synchronization=not everybody,
             )
 
-    def all_reduce(
-        self, tensor: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Handle:
+    def all_reduce(self, tensor: Tensor, what: str) -> Handle:
         if self._group is None:
             return _Done()
         self._count(what, tensor, 2)
         with _Named(self._comm, "all-reduce", what):
-            work = dist.all_reduce(tensor, op, group=self._group, async_op=True)
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
             return self._handle(work, "all-reduce", what)
 
     def reduce(self, tensor: Tensor, place: int, what: str) -> Handle:
@@ -129,18 +135,20 @@ class _Ring:
             work = dist.broadcast(tensor, self._members[place], group=self._group, async_op=True)
             return self._handle(work, "broadcast", what)
 
-    def gather_objects(self, mine: Any, to: int | None) -> list[Any] | None:
-        if self._group is None:
-            return [mine]
-        received: list[Any] = [None] * len(self._members)
-        with _Named(self._comm, "gather", "the optimizer's state"):
-            if to is None:
+    def all_gather_objects(self, mine: Any, what: str) -> list[Any]:
+        received: list[Any] = [mine] * len(self._members)
+        if self._group is not None:
+            with _Named(self._comm, "gather", what):
                 dist.all_gather_object(received, mine, group=self._group)
-                return received
-            here = to == self._comm.index
-            dist.gather_object(
-                mine, received if here else None, self._members[to], group=self._group
-            )
+        return received
+
+    def gather_objects(self, mine: Any, to: int, what: str) -> list[Any] | None:
+        here = to == self._comm.index
+        received: list[Any] = [mine] * len(self._members)
+        if self._group is not None:
+            with _Named(self._comm, "gather", what):
+                target = received if here else None
+                dist.gather_object(mine, target, self._members[to], group=self._group)
         return received if here else None
 
     def _handle(self, work: dist.Work | None, operation: str, what: str) -> Handle:
@@ -185,9 +193,12 @@ class _Pending:
     def __init__(self, work: dist.Work, named: _Named) -> None:
         self._work, self._named = work, named
 
-    def wait(self) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         with self._named:
-            self._work.wait()
+            if limit is None:
+                self._work.wait()
+            else:
+                self._work.wait(limit)
 
     def completed(self) -> bool:
         return self._work.is_completed()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fop.block import Block
@@ -33,6 +34,12 @@ class _OwnTotals:
         captures = [block.capture for block in self.report.blocks]
         empty = any(c.saw_empty for c in captures) and not any(c.saw_examples for c in captures)
         return self.report.healthy.logical_and(self.report.healthy.new_tensor(not empty))
+
+    def taking_part(self) -> tuple[list[Block], list[Tensor]]:
+        return list(self.report.blocks), list(self.report.parameters)
+
+    def without_gradients(self) -> int:
+        return int(not self.report.gradients)
 
     def present(self, parameter: Tensor) -> None:
         return None
@@ -73,7 +80,8 @@ class Local:
     index = 0
     sharded = has_shards = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, grouped: bool = False) -> None:
+        self._grouped = grouped  # alone because its process group has one rank
         self._loss_scale: LossScale | None = None
 
     def place(self, blocks: Sequence[Block], plan: CapturePlan, interval: int) -> None:
@@ -86,6 +94,8 @@ class Local:
         return [p for p in parameters if p.grad is not None]
 
     def total(self, report: Report) -> Totals:
+        if not self._grouped:
+            _check_alone()
         if report.problem is not None:
             raise report.problem
         return _OwnTotals(report)
@@ -119,3 +129,14 @@ class Local:
 
     def forget(self) -> None:
         pass
+
+
+def _check_alone() -> None:
+    """Raise where other ranks train the same model: each alone, they would drift apart."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this optimizer was built before the process group of {dist.get_world_size()} ranks "
+            "was initialized, so it would train on this rank alone: build it after "
+            "init_process_group(), which Accelerator() and TrainingArguments() call too. To train "
+            "on each rank alone, pass a process_group of that rank"
+        )

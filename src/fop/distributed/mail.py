@@ -86,8 +86,11 @@ class Arrived:
         return self._open("average")[block]
 
     def gradients(self, parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
-        if self._averaged:
-            return {p: local(p.grad) for p in parameters if p.grad is not None}
+        if self._averaged:  # a rank without a backward pass has zeros to bring
+            return {
+                p: torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+                for p in parameters
+            }
         found = self._open("gradient")
         return {p: found[p][0] for p in parameters}
 

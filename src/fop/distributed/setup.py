@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fop.distributed.agreement import Description, check_agreement
 from fop.distributed.base import Exchange
 from fop.distributed.local import Local
 from fop.shards import group_of
@@ -25,8 +25,12 @@ def join_group(
     group: dist.ProcessGroup | None,
     strategy: str | int,
     difference_dtype: torch.dtype | None,
+    description: Callable[[], Description],
 ) -> Exchange:
-    """The exchange with all ranks of the process group, if there is one with more than one."""
+    """The exchange with all ranks of the process group, if there is one with more than one.
+
+    Raises on all of them if their descriptions of optimizer and model differ.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return Local()
     # Not before it is known that this torch has them.
@@ -55,9 +59,12 @@ def join_group(
     assert group is not None
     ranks = dist.get_world_size(group)
     if ranks == 1 and shards is None:
-        return Local()
-    comm = Comm(group, row_size(strategy, ranks))
-    _check_alike(model, comm)
+        return Local(grouped=True)
+    comm = Comm(group)
+    form = "sharded by fully_shard" if shards is not None else "plain"
+    form = "wrapped in DistributedDataParallel" if wrapper is not None else form
+    check_agreement(comm, {"the model": form, **description()})
+    comm.form_rows(row_size(strategy, ranks))
     if wrapper is None and shards is None:
         _broadcast(model, comm)
     return Shared(comm, wrapper, difference_dtype, sharded=shards is not None)
@@ -78,24 +85,6 @@ def row_size(strategy: str | int, ranks: int) -> int:
             f"{', '.join(map(str, divisors))}"
         )
     return strategy
-
-
-def _check_alike(model: nn.Module, comm: Comm) -> None:
-    """Raise on all ranks if their models differ: later messages would not fit."""
-    text = "".join(
-        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}\n"
-        for name, p in model.named_parameters()
-    )
-    (number,) = struct.unpack("<I", hashlib.sha256(text.encode()).digest()[:4])
-    device = next(model.parameters()).device
-    values = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    comm.largest_of_all(values, "check of all layers").wait()
-    largest, smallest = values.tolist()
-    if largest != -smallest:
-        raise ValueError(
-            f"rank {comm.index}: the ranks' models have different parameters (names, shapes, types "
-            "or requires_grad): build the same model on every rank"
-        )
 
 
 def _broadcast(model: nn.Module, comm: Comm) -> None:

@@ -17,6 +17,7 @@ Under DistributedDataParallel the first three leave during the backward pass tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,8 +42,12 @@ from fop.distributed.outbox import Channel, Outbox
 from fop.distributed.packing import Bucket, Parcel, into_buckets, pack_symmetric
 from fop.distributed.placement import Work, cost, place
 from fop.distributed.totals import SummedTotals
+from fop.linalg import on_host
 from fop.scaling import LossScale
 from fop.shards import is_sharded, local, padded
+
+# With other ranks, where they may wait elsewhere for this one: much less than usual time-outs.
+PATIENCE = timedelta(seconds=120)
 
 KINDS = ("curvature", "average", "difference", "gradient")
 
@@ -73,6 +78,8 @@ class Shared:
         self._plan: CapturePlan | None = None
         self._loss_scale: LossScale | None = None
         self._outbox: Outbox | None = None
+        # What backward passes have sent since the last step, whatever became of their gradients.
+        self._sent: Outbox | None = None
         self._during_backward = True
         self._gathered: Arrived | None = None
 
@@ -98,8 +105,6 @@ class Shared:
         return self._sharded
 
     def trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        if self._averaged:
-            return [p for p in parameters if p.grad is not None]
         # Another rank may have a gradient where this one has none.
         return [p for p in parameters if p.requires_grad or p.grad is not None]
 
@@ -112,7 +117,7 @@ class Shared:
                 self._during_backward = False
             self._outbox.complete(self._by_capture[capture])
         elif self._synchronising:
-            self._outbox = self._new_outbox()
+            self._outbox = self._sent = self._new_outbox()
             self._outbox.complete(self._by_capture[capture])
 
     def _pass_complete(self) -> None:
@@ -128,8 +133,6 @@ class Shared:
         """Of all trained layers, whether this rank uses them or not: the same on all ranks."""
         assert self._plan is not None
         trained = [block for block in self._owners if self.trained([block.weight])]
-        if self._wrapper is not None:  # p.grad is not there yet
-            trained = [block for block in self._owners if block.weight.requires_grad]
         backwards = [block for block in reversed(trained) if not block.capture.given_up]
         channels = []
         due = [block for block in backwards if block.capture.refresh_due]
@@ -162,14 +165,37 @@ class Shared:
                 "GradScaler is not supported with fully_shard, because each rank would find the "
                 "overflows of its own rows only: use bfloat16 (MixedPrecisionPolicy)"
             )
+        sent, self._sent = self._sent, None
+        if self._outbox is None and not report.gradients:
+            self._outbox = sent  # this rank has zeroed its gradients, the others have not
         if self._outbox is None or self._outbox.outdated:
             self._outbox = self._new_outbox()
         self._outbox.close()
         totals = SummedTotals(report, self.comm, presence=not self._averaged, sharded=self._sharded)
+        if self._averaged and not report.gradients:
+            self._meet(totals)
         if report.problem is not None:
             totals.wait()  # so that the others don't wait for this rank
             raise report.problem
+        if on_host(report.healthy):  # elsewhere problems are read on curvature steps
+            totals.read()
         return totals
+
+    def _meet(self, totals: SummedTotals) -> None:
+        """Wait, without a gradient, for the others to come to step().
+
+        They never do if they wait for this rank in a backward pass that averages gradients.
+        """
+        try:
+            totals.wait(PATIENCE)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.index} of {self.ranks} called step() without a gradient, and the "
+                f"others have not come to theirs within {PATIENCE.seconds} seconds: they wait for "
+                "this rank in their backward pass. Run backward() on every rank before step(); a "
+                "rank without data runs the model on an empty batch: (model(x).sum() * "
+                "0).backward()"
+            ) from error
 
     def gather(self, request: Request) -> Gathered:
         assert self._outbox is not None
@@ -246,10 +272,27 @@ class Shared:
 
     def collect(self, mine: Any, to: int | None) -> list[Any] | None:
         # One row has everything.
-        return self.comm.gather_objects(mine if self.comm.row == 0 else None, to)
+        return self.collect_shards(mine if self.comm.row == 0 else None, to)
 
     def collect_shards(self, mine: Any, to: int | None) -> list[Any] | None:
-        return self.comm.gather_objects(mine, to)
+        what = "the optimizer's state"
+        self._meet_to_save()
+        if to is None:
+            return self.comm.gather_from_all(mine, what)
+        return self.comm.gather_objects(mine, to, what)
+
+    def _meet_to_save(self) -> None:
+        """The first rank may have come alone; the others may wait for it, which often does more."""
+        handle = self.comm.sum_of_all(torch.zeros((), device=self._device()), "start of saving")
+        try:
+            handle.wait(PATIENCE if self.index == 0 else None)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.index} of {self.ranks} is to save the optimizer's state, but others "
+                f"have not come to do so within {PATIENCE.seconds} seconds: all ranks must call "
+                "consolidate_state_dict(), or the trainer's method that saves, because each keeps "
+                "a part of the state"
+            ) from error
 
     def _device(self) -> torch.device:
         return next(iter(self._owners)).weight.device if self._owners else torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, fields
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ COUNTS = len(fields(Counts))
 
 
 class SummedTotals:
-    """One vector: counts of each layer, presence of parameters if asked for, and four flags.
+    """One vector: counts of each layer, presence of parameters if asked for, and five flags.
+
+    Without `presence`, gradients are equal on all ranks but those that have none at all.
 
     Of sharded layers also the squared norms of gradients, as backward passes left them and at
     present: a rank can't tell from its own rows, which may be none, by how much they were clipped.
@@ -25,6 +28,7 @@ class SummedTotals:
     def __init__(
         self, report: Report, comm: Comm, *, presence: bool, sharded: bool = False
     ) -> None:
+        self._report = report
         self._places = {block: COUNTS * i for i, block in enumerate(report.blocks)}
         numbers = [float(number) for block in report.blocks for number in astuple(Counts.of(block))]
         self._present: dict[Tensor, int] = {}
@@ -40,7 +44,7 @@ class SummedTotals:
         filled = any(c.saw_examples for c in captures)
         sick, problem = 0.0, float(report.problem is not None)
         self._vector = torch.tensor(
-            [*numbers, empty, filled, problem, sick],
+            [*numbers, empty, filled, not report.gradients, problem, sick],
             dtype=torch.float64,
             device=report.healthy.device,
         )
@@ -51,9 +55,9 @@ class SummedTotals:
         self._comm = comm
         self._handle: Handle | None = comm.sum_of_all(self._vector, "totals of all layers")
 
-    def wait(self) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         if self._handle is not None:
-            self._handle.wait()
+            self._handle.wait(limit)
             self._handle = None
 
     @property
@@ -63,7 +67,7 @@ class SummedTotals:
 
     @property
     def healthy(self) -> Tensor:
-        empty, filled, problem, sick = self._totals[-4:].unbind()
+        empty, filled, _, problem, sick = self._totals[-5:].unbind()
         return (sick == 0) & (problem == 0) & ((filled > 0) | (empty == 0))
 
     def examples(self, block: Block) -> tuple[Number, Number]:
@@ -75,13 +79,27 @@ class SummedTotals:
         seen, present = self._totals[self._norms[block] :][:2].unbind()
         return torch.where(seen > 0, present / seen, 1.0).sqrt()
 
+    def taking_part(self) -> tuple[list[Block], list[Tensor]]:
+        report, own = self._report, self._report.gradients
+        if self._present:
+            return list(report.blocks), list(report.parameters)
+        if own:
+            blocks = [block for block in report.blocks if block.weight in own]
+        else:
+            counts = self.read().counts
+            blocks = [block for block in report.blocks if counts[block].gradients]
+        return blocks, [parameter for parameter in report.parameters if parameter in own]
+
+    def without_gradients(self) -> int:
+        return int(self._totals[-3])
+
     def present(self, parameter: Tensor) -> Tensor | None:
         at = self._present.get(parameter)
         return None if at is None else self._totals[at] > 0
 
     def read(self) -> Reading:
         numbers = self._totals.tolist()
-        empty, filled, problem, sick = numbers[-4:]
+        empty, filled, _, problem, sick = numbers[-5:]
         if problem:
             raise RuntimeError(
                 f"{int(problem)} of {self._comm.ranks} ranks can't take this step, so none does: "
