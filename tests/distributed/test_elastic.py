@@ -37,10 +37,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def torchrun(directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def torchrun(worker: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
-        [*command, "--max-restarts=1", str(WORKER), str(directory), *map(str, arguments)],
+        [*command, "--max-restarts=1", str(worker), *map(str, arguments)],
         env=environment(),
         capture_output=True,
         text=True,
@@ -67,7 +67,7 @@ def result(directory: Path) -> nn.Module:
 
 
 def test_a_killed_worker_leads_to_a_restart_and_the_same_result(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, 1, 4, int(signal.SIGKILL))
+    done = torchrun(WORKER, tmp_path, 1, 4, int(signal.SIGKILL))
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr, "nobody was killed"
     assert_same(result(tmp_path), reference(ranks=2))

@@ -19,6 +19,7 @@ from tests.distributed.models import (
     alone,
     assert_same,
     batches,
+    in_parts,
     net,
     together,
 )
@@ -258,6 +259,28 @@ def sum_losses(rank: Rank) -> None:
     assert_same(model, expected)
 
 
+def an_optimizer_built_before_the_wrapper(rank: Rank) -> None:
+    """As trainers have it: they wrap the model later, accumulate without synchronising and clip."""
+    if rank.ranks == 1:  # halves of micro-batches are not those of a batch
+        return
+    sizes = [4] * rank.ranks
+    options = {"kl_clip": 1e-2, "momentum": 0.7, "weight_decay": 1e-2}
+    for kind in (fop.FOP, fop.KFAC):
+        expected, _ = alone(rank, kind, sizes, clip=0.1, **options)
+        model = net()
+        optimizer = kind(model, **options)
+        module = DistributedDataParallel(model)
+        for step in range(5):
+            optimizer.zero_grad()
+            parts = in_parts(batches(sizes, seed=step)[rank.index], 2)
+            for number, (x, y) in enumerate(parts):
+                module.require_backward_grad_sync = number == 1
+                (cross_entropy(module(x), y) / 2).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+        assert_same(model, expected)
+
+
 def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
     """Odd ranks skip the second layer: to it, their examples do not exist."""
 
@@ -321,6 +344,7 @@ CHECKS: tuple[Check, ...] = (
     other_halves,
     the_dense_reference,
     sum_losses,
+    an_optimizer_built_before_the_wrapper,
     a_layer_that_some_ranks_do_not_use,
 )
 
