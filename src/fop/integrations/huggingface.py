@@ -2,7 +2,8 @@
 
 `Trainer(model, args, optimizers=(fop.FOP(model, lr=0.1), None))` works as it is. The mixin adds
 what Trainer does for its own optimizers: learning rate and weight decay come from the
-`TrainingArguments`, and biases and norms are not decayed.
+`TrainingArguments`, and biases and norms are not decayed. Saving on several ranks needs neither
+(`fop.trainers`).
 """
 
 from __future__ import annotations
