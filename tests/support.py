@@ -363,6 +363,16 @@ RANKS = [
         "distributed/faults::test_ranks_act_together",
     ),
     Row(
+        "Other settings on one rank, no gradient on one rank",
+        "refused by all ranks with option and values; all skip the step, the rank says so",
+        "distributed/one_rank_differs::test_all_ranks_hear_of_one_that_differs",
+    ),
+    Row(
+        "Hugging Face Trainer, Accelerate, Lightning on two ranks",
+        "save without a call by the user; killed and resumed, bit for bit the uninterrupted run",
+        "trainers/ranks::test_killed_and_resumed_training_is_the_uninterrupted",
+    ),
+    Row(
         "Another number of ranks",
         "the same training, from a consolidated state",
         "distributed/faults::test_training_resumes_on_other_numbers_of_ranks",

@@ -38,7 +38,8 @@ def describe(
     found["skip"] = _skip_text(model, skip)
     for index, group in enumerate(optimizer.param_groups):
         for option, value in group.items():
-            name = "fallback_lr" if (option, group["rule"]) in FALLBACK_LR else option
+            of_fallback = option == "lr" and group["rule"] != "curvature"
+            name = "fallback_lr" if of_fallback else option
             if option not in ("params", "param_names"):
                 found[f"{name} of param_groups[{index}]"] = _text(value)
         for name in group["param_names"]:
@@ -48,9 +49,6 @@ def describe(
         shape, trained = tuple(p.shape), "trained" if p.requires_grad else "frozen"
         found[f"parameter {name!r}"] = f"{shape} {p.dtype} {trained}"
     return found
-
-
-FALLBACK_LR = {("lr", "sgd"), ("lr", "adamw")}
 
 
 def _text(value: object) -> str:
