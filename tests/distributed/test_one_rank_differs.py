@@ -41,6 +41,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "stagger": (True, False),
     "fisher": ("mc", "empirical"),
     "likelihood": ("categorical", "gaussian"),
+    "model_output": (None, len),
     "sharing": ("expand", "reduce"),
     "max_factor_size": (8, 64),
     "beta": ("adaptive", 0.5),
@@ -61,7 +62,8 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
 }
 # Where an option is named by its effect.
 NAMED = {
-    "fallback_lr": "fallback_lr of param_groups[1] is 0.1 on rank 0 and 0.3 on rank 1",
+    "model_output": "model_output is None on rank 0 and the function len on rank 1",
+    "fallback_lr": "fallback_lr of param_groups[0] is 0.1 on rank 0 and 0.3 on rank 1",
     "param_groups": "lr of param_groups[0] is 0.1 on rank 0 and 0.5 on rank 1",
 }
 

@@ -38,10 +38,8 @@ def describe(
     found["skip"] = _skip_text(model, skip)
     for index, group in enumerate(optimizer.param_groups):
         for option, value in group.items():
-            of_fallback = option == "lr" and group["rule"] != "curvature"
-            name = "fallback_lr" if of_fallback else option
             if option not in ("params", "param_names"):
-                found[f"{name} of param_groups[{index}]"] = _text(value)
+                found[f"{option} of param_groups[{index}]"] = _text(value)
         for name in group["param_names"]:
             found[f"the group of parameter {name!r}"] = f"param_groups[{index}]"
     found |= {f"layer {name!r}": "preconditioned" for name in layers}
@@ -52,6 +50,8 @@ def describe(
 
 
 def _text(value: object) -> str:
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"the function {value.__qualname__}"  # its address differs in each process
     return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
