@@ -33,7 +33,7 @@ from fop.layers import ProjectionLayer
 from fop.rules import reference_lr
 from fop.scaling import LossScale, Number
 from fop.settings import Coefficient, Interval, Settings, check_group
-from fop.trainers import gather_where_trainers_save
+from fop.trainers import explain_clipping, gather_where_trainers_save
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -235,6 +235,7 @@ class SecondOrderOptimizer(Optimizer):
         return self._exchange.sharded or self._exchange.has_shards
 
     def _meet_trainers(self) -> None:
+        explain_clipping(SecondOrderOptimizer)
         if self._partial:
             gather_where_trainers_save(SecondOrderOptimizer)
 

@@ -1,9 +1,11 @@
-"""Trainers gather the optimizer's state where they save it.
+"""What trainers that are imported already are told about fop's optimizers.
 
-A rank may keep only a part of the state, so all ranks take part in saving. Lightning sees to this
+**Saving.** A rank may keep only a part of the state, so all ranks take part in saving. Lightning sees to this
 itself: it calls `consolidate_state_dict()` of optimizers that have it. Transformers and Accelerate
 do not, and call no hook on all ranks before they save. So the methods by which all ranks save get a
 line before their first one.
+
+**Clipping.** Lightning refuses to clip in mixed precision, with a hint that does not fit.
 """
 
 from __future__ import annotations
@@ -56,6 +58,38 @@ def _gathering_first(
 
     gather_and_save.gathers_for_fop = True  # type: ignore[attr-defined]
     return gather_and_save
+
+
+CLIPPING = "plugins.precision.amp", "MixedPrecision", "clip_gradients"
+
+
+def explain_clipping(kind: type) -> None:
+    """Let Lightning, where it refuses to clip for optimizers of this kind, say what to do."""
+    module, owner, method = CLIPPING
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        plugin = getattr(sys.modules.get(f"{package}.{module}"), owner, None)
+        clip = getattr(plugin, method, None)
+        if clip is not None and not hasattr(clip, "explains_for_fop"):
+            setattr(plugin, method, _explaining(clip, kind))
+
+
+def _explaining(clip: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def clip_or_explain(plugin: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return clip(plugin, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if not isinstance(optimizer, kind):
+                raise
+            raise RuntimeError(
+                f"Lightning does not clip gradients of {type(optimizer).__name__} in mixed "
+                f"precision by itself. Leave out precision={plugin.precision!r} and pass "
+                f"plugins=ClippableMixedPrecision({plugin.precision!r}, {plugin.device!r}) to the "
+                "Trainer, from fop.integrations.lightning"
+            ) from error
+
+    clip_or_explain.explains_for_fop = True  # type: ignore[attr-defined]
+    return clip_or_explain
 
 
 def _layers_of(optimizer: Any) -> Iterator[Any]:
