@@ -1,9 +1,9 @@
 """What trainers that are imported already are told about fop's optimizers.
 
-**Saving.** A rank may keep only a part of the state, so all ranks take part in saving. Lightning sees to this
-itself: it calls `consolidate_state_dict()` of optimizers that have it. Transformers and Accelerate
-do not, and call no hook on all ranks before they save. So the methods by which all ranks save get a
-line before their first one.
+**Saving.** A rank may keep only a part of the state, so all ranks take part in saving. Lightning
+sees to this itself: it calls `consolidate_state_dict()` of optimizers that have it. Transformers
+and Accelerate do not, and call no hook on all ranks before they save. So the methods by which all
+ranks save get a line before their first one.
 
 **Clipping.** Lightning refuses to clip in mixed precision, with a hint that does not fit.
 """
