@@ -60,7 +60,7 @@ def run_all(
             splits=cache.get(config),
         )
         if run.meta["status"] == "diverged":
-            display.say(f"[yellow]{run_dir} diverged: {run.meta['reason']}; it counts as a miss")
+            display.say(f"{run_dir} diverged: {run.meta.get('reason')}; it counts as a miss")
         runs.append(run)
     return runs
 

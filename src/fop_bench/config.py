@@ -7,19 +7,21 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fop_bench.schedules import INTERVAL_RULES, LR_RULES, ScheduleConfig
+from fop_bench.errors import BenchError, reason, unknown
+from fop_bench.schedules import IntervalRule, LrRule, ScheduleConfig
+from fop_bench.schema import Count, MisfitError, Name, Positive, Settings, Whole, check_fields, fit
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-AMP_MODES = ("off", "bf16", "fp16")
+Amp = Literal["off", "bf16", "fp16"]
 
 
-class ConfigError(ValueError):
+class ConfigError(BenchError, ValueError):
     """A file or override that cannot be used; the message names the file and the key."""
 
 
@@ -31,38 +33,30 @@ class RunConfig:
     `evaluate_every` adds evaluations inside an epoch, every so many steps.
     """
 
-    workload: str
-    method: str
-    batch_size: int
-    seed: int
-    epochs: int
-    base_batch: int
+    workload: Name
+    method: Name
+    batch_size: Count
+    seed: Whole
+    epochs: Count
+    base_batch: Count
     options: dict[str, Any]
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    lr_rule: str = "linear"
-    interval_rule: str = "shrink"
-    split: str = "test"
-    subset: int | None = None
-    accumulate: int = 1
-    amp: str = "off"
+    lr_rule: LrRule = "linear"
+    interval_rule: IntervalRule = "shrink"
+    split: Literal["test", "validation"] = "test"
+    subset: Count | None = None
+    accumulate: Count = 1
+    amp: Amp = "off"
     compile: bool = False
-    evaluate_every: int | None = None
+    evaluate_every: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "base_batch", "accumulate"):
-            _positive(name, getattr(self, name))
-        for name in ("subset", "evaluate_every"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        _one_of("amp", self.amp, AMP_MODES)
-        _one_of("lr_rule", self.lr_rule, LR_RULES)
-        _one_of("interval_rule", self.interval_rule, INTERVAL_RULES)
-        _one_of("split", self.split, ("test", "validation"))
-        rate = self.options.get("lr")
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
-            raise ConfigError(
-                f"lr of {self.method!r} must be a number > 0, for the base batch; got {rate!r}"
-            )
+        try:
+            check_fields(self)
+            fit(self.options, Settings, "method")
+            fit(self.options.get("lr"), Positive, "method.lr")
+        except MisfitError as error:
+            raise ConfigError(f"{self.workload}, {self.method}: {error}") from error
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; tuples become lists, so that a record read back compares equal."""
@@ -80,16 +74,19 @@ def listed(value: Any) -> Any:
 
 
 def schedule_from(table: Mapping[str, Any], where: str) -> ScheduleConfig:
-    known = {item.name for item in fields(ScheduleConfig)}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise ConfigError(
-            f"{where}: [schedule] has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
-        )
+    check_names(table, (item.name for item in fields(ScheduleConfig)), f"{where}: [schedule]")
     try:
         return ScheduleConfig(**table)
-    except (TypeError, ValueError) as error:
+    except MisfitError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Every name is known, so that a misspelt one is not silently without effect."""
+    known = sorted(known)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{where}: unknown {unknown(name, known)}; known: {', '.join(known)}")
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -97,12 +94,14 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path} ({reason(error)}): check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text ({error}): write it again") from error
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not valid TOML ({error}): mend that line") from error
     if path.suffix in (".yaml", ".yml"):
         return _read_yaml(path, text)
     raise ConfigError(f"{path}: expected a .toml, .yaml or .yml file")
@@ -116,12 +115,14 @@ def _read_yaml(path: Path, text: str) -> dict[str, Any]:
             f'{path}: YAML needs the package PyYAML: pip install "fop[bench]", or write it as TOML'
         ) from error
     try:
-        table = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: expected a mapping at the top, found {type(table).__name__}")
-    return _numbers(table)  # type: ignore[no-any-return]
+        table = _numbers(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML ({error}): mend that line") from error
+    try:
+        named: dict[str, Any] = fit(table, dict[str, Any])
+        return named
+    except MisfitError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _numbers(value: Any) -> Any:
@@ -163,7 +164,7 @@ def parse_value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -188,13 +189,3 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = 
         elif left != right:
             found.append(f"{prefix}{key}: {left!r} / {right!r}")
     return found
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from fop_bench.schema import Count, Name, NonNegative, OrInfinite
+
 BYTES = 4  # of a number: gradients, factors and updates travel in float32
 DIAGONAL_ABOVE = 8192  # fop's default max_factor_size: a larger factor is kept as its diagonal
 BACKWARD = 2 / 3  # of forward and backward
@@ -97,8 +99,8 @@ class Hardware:
     product_rate: float  # of matrix products
     decompose_rate: float  # of Cholesky decompositions and inverses
     latency: float  # seconds of the smallest message
-    bandwidth: float  # bytes a second out of one rank, within a host
-    host_bandwidth: float  # the same between hosts
+    bandwidth: OrInfinite  # bytes a second out of one rank, within a host
+    host_bandwidth: OrInfinite  # the same between hosts
     host_ranks: int  # ranks on a host
     overhead: float  # seconds for each layer, however few examples
     overlaps: bool  # messages travel while the rank computes
@@ -120,11 +122,11 @@ class Hardware:
 class Prediction:
     """Seconds of a step by the model, and what they are spent on (a mean over the interval)."""
 
-    method: str
-    batch_size: int
-    ranks: int
+    method: Name
+    batch_size: Count
+    ranks: Count
     hardware: str
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, NonNegative] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:

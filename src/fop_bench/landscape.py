@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fop_bench.config import ConfigError
+from fop_bench.errors import RecordError
 from fop_bench.methods import get_method
-from fop_bench.records import RecordError, strict_json, write_text
+from fop_bench.records import strict_json, write_text
+from fop_bench.schema import Count, Name, NonNegative, OrInfinite, fit, read_json
 from fop_bench.style import look
 
 if TYPE_CHECKING:
@@ -41,26 +44,35 @@ class Step:
     ``share`` is the part of the step's length that lies in the plane.
     """
 
-    method: str
+    method: Name
     x: float
     y: float
-    loss: float
-    share: float
+    loss: OrInfinite
+    share: NonNegative
 
 
 @dataclass(frozen=True)
 class Landscape:
     """Losses on a grid: ``losses[i][j]`` at ``(xs[j], ys[i])``; ``loss`` is that at the centre."""
 
-    workload: str
-    batch_size: int
+    workload: Name
+    batch_size: Count
     seed: int
-    plane: str
+    plane: Plane
     xs: tuple[float, ...]
     ys: tuple[float, ...]
-    losses: tuple[tuple[float, ...], ...]
-    loss: float
+    losses: tuple[tuple[OrInfinite, ...], ...]
+    loss: OrInfinite
     steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        for name, places in (("xs", self.xs), ("ys", self.ys)):
+            if len(places) < 3 or list(places) != sorted(set(places)):
+                raise ValueError(f"{name}: expected three rising numbers or more")
+        if {len(self.xs)} != {len(row) for row in self.losses} or len(self.losses) != len(self.ys):
+            raise ValueError(f"losses: expected {len(self.ys)} rows of {len(self.xs)}")
+        if not self.steps:
+            raise ValueError("steps: expected one at least, found none")
 
     @property
     def x_label(self) -> str:
@@ -102,9 +114,9 @@ def measure(
     called after each grid point.
     """
     if resolution < 3 or resolution % 2 == 0:
-        raise ValueError(f"resolution: expected an odd number >= 3, found {resolution}")
+        raise ConfigError(f"resolution: expected an odd number >= 3, found {resolution}")
     if not methods:
-        raise ValueError("methods: expected at least one method, found none")
+        raise ConfigError("methods: expected at least one method, found none")
     device = device or torch.device("cpu")
     chosen = {name: dict((options or {}).get(name, {})) for name in methods}
     splits = workload.splits(data_dir, device=device, validation=False, subset=subset)
@@ -270,17 +282,9 @@ def write_landscape(landscape: Landscape, path: Path) -> Path:
 
 def read_landscape(path: Path) -> Landscape:
     """A surface that ``write_landscape`` recorded."""
+    content = read_json(path, "measure it again")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content["xs"], content["ys"] = tuple(content["xs"]), tuple(content["ys"])
-        content["losses"] = tuple(tuple(_number(v) for v in row) for row in content["losses"])
-        content["steps"] = tuple(
-            Step(**{**step, "loss": _number(step["loss"])}) for step in content["steps"]
-        )
-        return Landscape(**{**content, "loss": _number(content["loss"])})
-    except (ValueError, KeyError, TypeError) as error:
+        surface: Landscape = fit(content, Landscape)
+        return surface
+    except ValueError as error:
         raise RecordError(f"{path} is no recorded landscape ({error}): measure it again") from error
-
-
-def _number(value: float | None) -> float:
-    return math.inf if value is None else float(value)

@@ -7,6 +7,7 @@ wall-clock fields.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from fop_bench.checkpoint import load_checkpoint, save_checkpoint
 from fop_bench.config import RunConfig, differences
+from fop_bench.errors import BenchError
 from fop_bench.events import EventLog, layer_diagnostics
+from fop_bench.lock import LOCK, run_lock
 from fop_bench.parallel import depends_on_ranks
 from fop_bench.progress import Reporter
 from fop_bench.records import (
@@ -22,6 +25,7 @@ from fop_bench.records import (
     META,
     SCHEMA,
     Run,
+    is_leftover,
     machine,
     now,
     read_run,
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["RunExistsError", "Runtime", "load_splits", "open_run", "train"]
 
 
-class RunExistsError(RuntimeError):
+class RunExistsError(BenchError, RuntimeError):
     """The run directory holds something already."""
 
 
@@ -59,6 +63,21 @@ def train(
     With `resume` a broken-off run goes on from its last checkpoint and a finished one is returned
     as it is.
     """
+    with ExitStack() as stack:
+        runtime.ranks.agreed(lambda: stack.enter_context(run_lock(run_dir)))
+        return _train(config, workload, run_dir, runtime, resume, reporter, splits)
+
+
+def _train(
+    config: RunConfig,
+    workload: Workload,
+    run_dir: Path,
+    runtime: Runtime,
+    resume: bool,
+    reporter: Reporter | None,
+    splits: Splits | None,
+) -> Run:
+    """The run itself, in a directory that nobody else trains into."""
     ranks = runtime.ranks
     reporter = reporter if reporter and ranks.first else Reporter()
     recorded = ranks.agreed(lambda: open_run(run_dir, config, resume=resume, ranks=ranks.count))
@@ -73,6 +92,7 @@ def train(
     if ranks.agreed((run_dir / CHECKPOINT).is_file) and recorded is not None:
         load_checkpoint(run_dir / CHECKPOINT, training, recorded.metrics)
     if ranks.first:
+        remove_leftovers(run_dir)
         write_meta(run_dir, meta)
         write_metrics(run_dir, training.metrics)
 
@@ -92,6 +112,7 @@ def train(
             "diverged_at_step": training.step,
         }
     reporter.end(meta["status"])
+    meta["evaluations"] = len(training.metrics)
     return ranks.agreed(lambda: _finish(run_dir, meta, runtime))
 
 
@@ -157,8 +178,7 @@ def open_run(run_dir: Path, config: RunConfig, *, resume: bool, ranks: int = 1) 
     A finished run on another number of `ranks` is another run: its times are, and its numbers are
     the same up to round-off at best.
     """
-    remove_leftovers(run_dir)
-    if (run_dir / META).is_file():
+    if (run_dir / META).exists():
         recorded = read_run(run_dir)
         different = differences(recorded.meta["config"], config.as_dict())
         if different:
@@ -177,11 +197,15 @@ def open_run(run_dir: Path, config: RunConfig, *, resume: bool, ranks: int = 1) 
                 f"{ranks}: choose another directory."
             )
         return recorded
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir.exists() and (not run_dir.is_dir() or any(map(_belongs_to_user, run_dir.iterdir()))):
         raise RunExistsError(
             f"{run_dir} exists and is no run (it has no {META}): choose another directory."
         )
     return None
+
+
+def _belongs_to_user(path: Path) -> bool:
+    return path.name != LOCK and not is_leftover(path)
 
 
 def load_splits(config: RunConfig, workload: Workload, runtime: Runtime) -> Splits:

@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
 from fop_bench import published
+from fop_bench.errors import BenchError, RecordError
 from fop_bench.methods import Method, get_method
-from fop_bench.records import RecordError, machine, strict_json, versions, write_text
+from fop_bench.records import machine, strict_json, versions, write_text
 from fop_bench.render import PUBLISHED, Cell, Table
+from fop_bench.schema import Count, Limit, MisfitError, Name, OrInfinite, fit, read_json
 from fop_bench.style import look, order
 
 FILE = "memory.json"
@@ -35,7 +37,7 @@ MARKER = "fop-bench memory: "
 STEPS = 3  # curvature is refreshed on steps 1 and 2, and momentum exists from the first step on
 
 
-class MemoryMeasurementError(RuntimeError):
+class MemoryMeasurementError(BenchError, RuntimeError):
     """The process that was to be measured failed for another reason than memory."""
 
 
@@ -43,11 +45,16 @@ class MemoryMeasurementError(RuntimeError):
 class Measurement:
     """Peak memory in bytes; ``inf`` where the device ran out of it."""
 
-    workload: str
-    method: str
-    batch_size: int
+    workload: Name
+    method: Name
+    batch_size: Count
     device: str
-    peak_bytes: float
+    peak_bytes: OrInfinite
+
+
+class _Record(TypedDict):
+    schema: Literal[1]
+    measurements: Annotated[list[Measurement], Limit("measurements, one at least", bool)]
 
 
 def measure_all(
@@ -231,17 +238,10 @@ def write_measurements(measurements: Sequence[Measurement], path: Path) -> Path:
 
 def read_measurements(path: Path) -> list[Measurement]:
     """Measurements that ``write_measurements`` recorded."""
+    content = read_json(path, "measure again")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"expected schema {SCHEMA}, found {content['schema']!r}")
-        return [
-            Measurement(
-                **{**m, "peak_bytes": math.inf if m["peak_bytes"] is None else m["peak_bytes"]}
-            )
-            for m in content["measurements"]
-        ]
-    except (ValueError, KeyError, TypeError) as error:
+        return list(fit(content, _Record)["measurements"])
+    except MisfitError as error:
         raise RecordError(
             f"{path} holds no memory measurements ({error}): measure again"
         ) from error

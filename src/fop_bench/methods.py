@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,18 +19,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fop_bench.errors import BenchError, unknown
+
 Options = Mapping[str, Any]
 Grid = Mapping[str, tuple[Any, ...]]
 
 
-class MethodError(ValueError):
+class MethodError(BenchError, ValueError):
     """An unknown method, or an option that a method does not take."""
 
 
 @dataclass(frozen=True)
 class Method:
     """`grid` lists what tuning tries for each option; `follows` names the method whose tuned
-    options it takes.
+    options it takes. `pinned` is what an option means that a record or recipe does not name, where
+    the optimizer's own default may change.
     """
 
     name: str
@@ -41,12 +44,18 @@ class Method:
     takes_model: bool = False
     adjust: Callable[[dict[str, Any]], dict[str, Any]] = dict
     follows: str | None = None
+    pinned: Options = field(default_factory=dict)
 
     @cached_property
+    def parameters(self) -> Mapping[str, Any]:
+        """Every option with its default: what the constructor takes besides the parameters."""
+        found = list(inspect.signature(self.constructor().__init__).parameters.values())[2:]
+        return {p.name: p.default for p in found if p.kind is not inspect.Parameter.VAR_KEYWORD}
+
+    @property
     def accepts(self) -> frozenset[str]:
-        """The names of all options: what the constructor takes besides the parameters."""
-        names = list(inspect.signature(self.constructor().__init__).parameters.values())[2:]
-        return frozenset(p.name for p in names if p.kind is not inspect.Parameter.VAR_KEYWORD)
+        """The names of all options."""
+        return frozenset(self.parameters)
 
     @property
     def has_curvature_interval(self) -> bool:
@@ -56,17 +65,26 @@ class Method:
         """Those of some shared options that this method takes."""
         return {name: value for name, value in options.items() if name in self.accepts}
 
+    def check_names(self, names: Iterable[str], where: str) -> None:
+        for name in names:
+            if name not in self.accepts:
+                raise MethodError(
+                    f"{where}: method {self.name!r} does not take {unknown(name, self.accepts)}; "
+                    f"it takes {', '.join(sorted(self.accepts))}"
+                )
+
     def check(self, options: Options, where: str) -> None:
-        unknown = sorted(set(options) - self.accepts)
-        if unknown:
-            raise MethodError(
-                f"{where}: method {self.name!r} does not take {', '.join(unknown)}; "
-                f"it takes {', '.join(sorted(self.accepts))}"
-            )
+        """Every option is one of this method's; a switch is true or false, and no text."""
+        self.check_names(options, where)
+        for name, value in options.items():
+            if isinstance(self.parameters[name], bool) and not isinstance(value, bool):
+                raise MethodError(
+                    f"{where}: {name} of {self.name!r}: expected true or false, found {value!r}"
+                )
 
     def build(self, model: nn.Module, lr: float, **options: Any) -> Optimizer:
         """The optimizer over the trainable parameters; options not given take the defaults."""
-        resolved = {**self.defaults, **options, "lr": lr}
+        resolved = {**self.pinned, **self.defaults, **options, "lr": lr}
         self.check(resolved, "build")
         resolved = self.adjust(resolved)
         target: Any = model
@@ -74,7 +92,7 @@ class Method:
             target = [p for p in model.parameters() if p.requires_grad]
         try:
             return self.constructor()(target, **resolved)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise MethodError(f"method {self.name!r}: {error}") from error
 
     def settings(self, grid: Grid | None = None) -> list[dict[str, Any]]:
@@ -122,7 +140,7 @@ def _twice_the_step(options: dict[str, Any]) -> dict[str, Any]:
     Doubling lr alone would change nothing wherever the clip is active, because the clip divides
     by lr.
     """
-    clip = options.get("kl_clip", 1e-3)
+    clip = options["kl_clip"]
     return {**options, "lr": 2 * options["lr"], "kl_clip": None if clip is None else 2 * clip}
 
 
@@ -141,6 +159,8 @@ SECOND_ORDER = {
     "damping": 1e-3,
     "update_every": 10,
 }
+# What results on record assumed before the library's own defaults moved on.
+PINNED = {"fallback": "sgd", "kl_clip": 1e-3}
 # Momentum and damping interact through the KL clip, so both are searched, for KFAC and FOP alike.
 SECOND_ORDER_GRID = {"lr": SGD_RATES, "momentum": (0.9, 0.7), "damping": (1e-3, 1e-4)}
 
@@ -187,7 +207,15 @@ METHODS: dict[str, Method] = _register(
         {"lr": ADAMW_RATES, "weight_decay": (1e-2, 1e-4), "betas": ((0.95, 0.95), (0.9, 0.99))},
         _from("pytorch_optimizer", "SOAP"),
     ),
-    Method("kfac", "KFAC (fop)", SECOND_ORDER, SECOND_ORDER_GRID, _KFAC, takes_model=True),
+    Method(
+        "kfac",
+        "KFAC (fop)",
+        SECOND_ORDER,
+        SECOND_ORDER_GRID,
+        _KFAC,
+        takes_model=True,
+        pinned=PINNED,
+    ),
     Method(
         "kfac-2x",
         "the control of every FOP comparison: KFAC with lr and KL clip doubled",
@@ -197,6 +225,7 @@ METHODS: dict[str, Method] = _register(
         takes_model=True,
         adjust=_twice_the_step,
         follows="kfac",
+        pinned=PINNED,
     ),
     Method(
         "fop",
@@ -205,6 +234,7 @@ METHODS: dict[str, Method] = _register(
         SECOND_ORDER_GRID,
         _FOP,
         takes_model=True,
+        pinned=PINNED,
     ),
     Method(
         "fop-sum",
@@ -213,6 +243,7 @@ METHODS: dict[str, Method] = _register(
         SECOND_ORDER_GRID,
         _FOP,
         takes_model=True,
+        pinned=PINNED,
     ),
     Method(
         "sp-ngd",
@@ -221,6 +252,7 @@ METHODS: dict[str, Method] = _register(
         SECOND_ORDER_GRID,
         _KFAC,
         takes_model=True,
+        pinned=PINNED,
     ),
 )
 
@@ -229,10 +261,11 @@ FOP_METHODS = ("fop", "fop-sum")
 
 
 def get_method(name: str) -> Method:
-    try:
-        return METHODS[name]
-    except KeyError:
-        raise MethodError(f"unknown method {name!r}: choose one of {', '.join(METHODS)}") from None
+    if name not in METHODS:
+        raise MethodError(
+            f"unknown method {unknown(name, METHODS)}: choose one of {', '.join(METHODS)}"
+        )
+    return METHODS[name]
 
 
 def with_control(names: tuple[str, ...]) -> tuple[str, ...]:

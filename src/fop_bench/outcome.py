@@ -27,12 +27,12 @@ def show_tables(runs: Sequence[Run], console: Console) -> None:
 def finish(root: Path, console: Console) -> None:
     """Writes the report and its plots beside the records, and says where everything is."""
     report = write_report(root, root / "report.html")
-    pictures = sorted((root / f"{report.stem}-plots").glob("*.png"))
     for title, paths in (
-        ("Plots", pictures),
-        ("Report", [report, report.with_suffix(".md")]),
-        ("Records", [root]),
+        ("Plots", report.pictures),
+        ("Report", (report.page, report.markdown)),
+        ("Records", (root,)),
     ):
-        console.print(f"[bold]{title}[/]")
+        console.print(title, style="bold")
         for path in paths:
             console.print(f"  {path}", soft_wrap=True, highlight=False)
+    report.complain()

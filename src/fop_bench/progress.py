@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -125,6 +124,6 @@ class Display(Reporter):
                 self._all, completed=self._done, note=f"{self._done}/{self._runs} runs"
             )
 
-    def say(self, message: Any) -> None:
+    def say(self, message: str) -> None:
         """A line above the bars."""
-        self._progress.console.print(message)
+        self._progress.console.print(message, style="yellow", markup=False)

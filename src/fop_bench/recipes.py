@@ -22,29 +22,78 @@ A file is TOML or YAML. It may extend another one and then says only what differ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from fop_bench.config import ConfigError, RunConfig, merged, read_file, schedule_from
+from fop_bench.config import (
+    Amp,
+    ConfigError,
+    RunConfig,
+    check_names,
+    merged,
+    read_file,
+    schedule_from,
+)
+from fop_bench.errors import unknown
 from fop_bench.methods import METHODS, Method, get_method, with_control
+from fop_bench.schedules import IntervalRule, LrRule
+from fop_bench.schema import Count, Limit, MisfitError, Name, Setting, Settings, Whole, fit
 from fop_bench.tuned import Tuned, read_tuned
 from fop_bench.workloads import WORKLOADS, Workload
 
 RECIPES = Path(__file__).parent / "recipes"
 
-SCALAR_KEYS = (
-    "epochs", "base_batch", "lr_rule", "interval_rule", "subset", "accumulate", "amp", "compile",
-    "evaluate_every",
-)  # fmt: skip
-RUN_KEYS = (*SCALAR_KEYS, "schedule", "method")
-KEYS = (
-    "title", "source", "extends", "workload", "methods", "batch_sizes", "seeds", "tuned", "for",
-    "grid", "tune", *RUN_KEYS,
-)  # fmt: skip
 BATCH_CASE = re.compile(r"b\d+")
-TUNE_KEYS = ("trials", "seeds", "epochs")
+
+Counts = Annotated[list[Count], Limit("a list of whole numbers >= 1, not empty", bool)]
+Seeds = Annotated[list[Whole], Limit("a list of whole numbers >= 0, not empty", bool)]
+Names = Annotated[list[Name], Limit("a list of names, not empty", bool)]
+Values = Annotated[list[Setting], Limit("a list of values, not empty", bool)]
+
+
+class _Scalars(TypedDict, total=False):
+    epochs: Count
+    base_batch: Count
+    lr_rule: LrRule
+    interval_rule: IntervalRule
+    subset: Count | None
+    accumulate: Count
+    amp: Amp
+    compile: bool
+    evaluate_every: Count | None
+
+
+class _Run(_Scalars, total=False):
+    schedule: Settings
+    method: Settings
+
+
+class _Tune(TypedDict, total=False):
+    trials: Count
+    seeds: Seeds
+    epochs: Count
+
+
+class _Whole(_Run, total=False):
+    title: str
+    source: str
+    extends: str
+    workload: Name | Names
+    methods: Name | Names
+    batch_sizes: Counts
+    seeds: Seeds
+    tuned: str
+    grid: dict[str, dict[str, Values]]
+    tune: _Tune
+
+
+_For = TypedDict("_For", {"for": dict[str, _Run]}, total=False)  # no name in Python
+
+
+class _Table(_Whole, _For, total=False):
+    """All that a file may say."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +177,7 @@ class Recipe:
             **given.get("schedule", {}),
             **varied_schedule,
         }
-        settings = {k: v for k, v in merged(table, given).items() if k in SCALAR_KEYS}
+        settings = {k: v for k, v in merged(table, given).items() if k in _Scalars.__annotations__}
         return RunConfig(
             workload=workload.name,
             method=method,
@@ -184,12 +233,16 @@ def load_recipe(
         table, label = {"workload": name}, name
     else:
         raise ConfigError(
-            f"{name!r} is no recipe ({', '.join(available())}), no workload "
+            f"{unknown(name, (*available(), *WORKLOADS))} is no recipe "
+            f"({', '.join(available())}), no workload "
             f"({', '.join(sorted(WORKLOADS))}) and no .toml or .yaml file: see `fop-bench list`"
         )
     command_line = overrides or {}
+    own = table.get("method", {})
     table = merged(table, command_line)
-    _check(label, table)
+    _fit(label, table)
+    # Whose options those on the command line are depends on the command: see cli.options.
+    _check(label, {**table, "method": own})
     source = tuned or table.get("tuned")
     return Recipe(label, table, read_tuned(Path(source)) if source else None, command_line)
 
@@ -200,20 +253,27 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         chain = " -> ".join(item.name for item in (*seen, path))
         raise ConfigError(f"{path}: recipes extend each other in a circle: {chain}")
     table = read_file(path)
+    _fit(str(path), table)
     if "tuned" in table:
-        table["tuned"] = str(path.parent / str(table["tuned"]))
+        table["tuned"] = str(path.parent / table["tuned"])
     parent = table.pop("extends", None)
     if parent is None:
         return table
-    parent_path = (
-        path.parent / str(parent) if Path(str(parent)).suffix else RECIPES / f"{parent}.toml"
-    )
+    parent_path = path.parent / parent if Path(parent).suffix else RECIPES / f"{parent}.toml"
     return merged(_read(parent_path, (*seen, path)), table)
 
 
+def _fit(name: str, table: Mapping[str, Any]) -> None:
+    try:
+        fit(table, _Table)
+    except MisfitError as error:
+        raise ConfigError(f"{name}: {error}: correct that value") from error
+
+
 def _check(name: str, table: Mapping[str, Any]) -> None:
-    """Every name in the table is known, so that a misspelt one is not silently without effect."""
-    _known(name, table, KEYS)
+    """Every value is of its type and every name in the table is known."""
+    check_names(table, _Table.__annotations__, name)
+    _fit(name, table)
     if "workload" not in table:
         raise ConfigError(
             f"{name}: no workload: add workload = NAME, one of {', '.join(sorted(WORKLOADS))}"
@@ -221,24 +281,20 @@ def _check(name: str, table: Mapping[str, Any]) -> None:
     for workload in _strings(table["workload"]):
         if workload not in WORKLOADS:
             raise ConfigError(
-                f"{name}: unknown workload {workload!r}: one of {', '.join(sorted(WORKLOADS))}"
+                f"{name}: unknown workload {unknown(workload, WORKLOADS)}: "
+                f"one of {', '.join(sorted(WORKLOADS))}"
             )
-    for key in ("seeds", "batch_sizes"):
-        values = table.get(key, [])
-        if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise ConfigError(f"{name}: {key} must be a list of whole numbers, found {values!r}")
-    for key in ("methods", "grid"):
-        for method in table.get(key, ()):
-            get_method(method)
+    for method in _strings(table.get("methods", ())):
+        get_method(method)
     for case, own in table.get("for", {}).items():
         if not BATCH_CASE.fullmatch(case):
             get_method(case)
-        _known(f"{name}: [for.{case}]", own, RUN_KEYS)
+        check_names(own, _Run.__annotations__, f"{name}: [for.{case}]")
     for method, axes in table.get("grid", {}).items():
-        get_method(method).check(split_schedule(axes)[0], f"{name}: [grid.{method}]")
-    _known(f"{name}: [tune]", table.get("tune", {}), TUNE_KEYS)
+        get_method(method).check_names(split_schedule(axes)[0], f"{name}: [grid.{method}]")
+    check_names(table.get("tune", {}), _Tune.__annotations__, f"{name}: [tune]")
     everything = frozenset[str]().union(*(method.accepts for method in METHODS.values()))
-    _known(f"{name}: [method]", table.get("method", {}), everything)
+    check_names(table.get("method", {}), everything, f"{name}: [method]")
     schedule_from(table.get("schedule", {}), name)
 
 
@@ -248,14 +304,6 @@ def split_schedule(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     own = {name: value for name, value in options.items() if not name.startswith(prefix)}
     rest = {name.removeprefix(prefix): options[name] for name in options if name not in own}
     return own, rest
-
-
-def _known(where: str, table: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    unknown = sorted(set(table) - set(allowed))
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown {', '.join(unknown)}; known are {', '.join(sorted(allowed))}"
-        )
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -17,29 +17,82 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, TypedDict, TypeVar
 
 import torch
+
+from fop_bench.errors import RecordError, WriteError
+from fop_bench.schema import (
+    Count,
+    MisfitError,
+    Name,
+    NonNegative,
+    Setting,
+    Settings,
+    Whole,
+    fit,
+    parse_json,
+    read_json,
+    read_text,
+)
 
 SCHEMA = 1
 META = "meta.json"
 METRICS = "metrics.jsonl"
 CHECKPOINT = "checkpoint.pt"
 
-STATUSES = ("running", "complete", "diverged")
 WALL_CLOCK_FIELDS = (
     "train_time",
 )  # the only fields in which two runs of one configuration may differ
 
 
-class RecordError(RuntimeError):
-    """A run directory holds something else than a readable record."""
+Content = TypeVar("Content")
+AGAIN = "delete that run and repeat it"
+
+
+class _Config(TypedDict, total=False):
+    base_batch: Count
+    options: Settings
+    schedule: Settings
+
+
+class _MetaExtras(TypedDict, total=False):
+    split: Literal["test", "validation"]
+    versions: dict[str, Any]
+    machine: dict[str, Any]
+    ranks: Count
+    earlier_ranks: list[Count]
+    evaluations: Whole
+    reason: str
+
+
+class _Meta(_MetaExtras):
+    """``meta.json``: what others read of it."""
+
+    schema: int
+    workload: Name
+    method: Name
+    batch_size: Count
+    seed: int
+    config: _Config
+    status: Literal["running", "complete", "diverged"]
+    target: float
+    metric: Name
+    higher_is_better: bool
+
+
+class _Evaluation(TypedDict):
+    """A line of ``metrics.jsonl``; all else on it are numbers or null."""
+
+    epoch: NonNegative
+    step: Whole
+    train_time: NonNegative
 
 
 @dataclass(frozen=True)
@@ -92,24 +145,33 @@ class Run:
 
 @contextmanager
 def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file that appears under its name complete, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file that appears under its name complete, or not at all; `WriteError` says why not."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A name on disk that is not UTF-8 can be shown, but not encoded.
+    how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
     try:
-        with temporary.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open(mode, **({} if "b" in mode else how)) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise WriteError(path, error) from error
         raise
 
 
 def remove_leftovers(folder: Path) -> None:
     """Deletes half-written files of a process that was killed while it wrote them."""
-    for path in folder.glob(".*.tmp"):
+    for path in filter(is_leftover, folder.iterdir()):
         path.unlink(missing_ok=True)
+
+
+def is_leftover(path: Path) -> bool:
+    return path.match(".*.tmp")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -141,38 +203,74 @@ def write_metrics(run_dir: Path, metrics: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_run(run_dir: Path) -> Run:
-    meta_path, metrics_path = run_dir / META, run_dir / METRICS
-    if not meta_path.is_file():
+    """The run, every entry of it checked; what is damaged raises a RecordError that names it."""
+    path = run_dir / META
+    if not path.exists():
         raise RecordError(f"{run_dir} is not a run directory: it has no {META}")
-    try:
-        meta = json.loads(meta_path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    meta = read_json(path, AGAIN)
+    found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
+    if found != SCHEMA:
         raise RecordError(
-            f"{meta_path} is not JSON ({error}): delete that run and repeat it"
-        ) from error
-    if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
-        found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
-        raise RecordError(
-            f"{meta_path}: expected schema {SCHEMA}, found {found!r}: "
+            f"{path}: expected schema {SCHEMA}, found {found!r}: "
             "read it with the fop-bench that wrote it"
         )
-    metrics: list[dict[str, Any]] = []
-    if metrics_path.is_file():
-        for number, line in enumerate(metrics_path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                metrics.append(json.loads(line))
-            except ValueError as error:
-                raise RecordError(f"{metrics_path}, line {number} is not JSON: {error}") from error
+    try:
+        meta = fit(meta, _Meta)
+        fit(meta["config"], dict[str, Setting | Settings], "config")
+        metrics = _read_metrics(run_dir / METRICS, required=meta["status"] != "running")
+        recorded = meta.get("evaluations", len(metrics))
+        if recorded != len(metrics) and meta["status"] != "running":
+            raise MisfitError(f"{recorded} evaluations were recorded, {METRICS} has {len(metrics)}")
+    except MisfitError as error:
+        raise RecordError(f"{path}: {error}: {AGAIN}") from error
     return Run(run_dir, meta, metrics)
 
 
-def load_runs(root: Path) -> list[Run]:
-    """Every run below `root`, in the order of their paths."""
+def _read_metrics(path: Path, *, required: bool) -> list[dict[str, Any]]:
+    """All evaluations; a run that was stopped at its very start has no file yet."""
+    if not required and not path.exists():
+        return []
+    metrics: list[dict[str, Any]] = []
+    for number, line in enumerate(read_text(path, AGAIN).splitlines(), 1):
+        where = f"{path}, line {number}"
+        record = parse_json(line, where, AGAIN)
+        try:
+            metrics.append(fit(fit(record, dict[str, float | None]), _Evaluation))
+            if number > 1 and metrics[-1]["step"] <= metrics[-2]["step"]:
+                raise MisfitError("steps do not rise")
+        except MisfitError as error:
+            raise RecordError(f"{where}: {error}: {AGAIN}") from error
+    return metrics
+
+
+def scan_runs(root: Path) -> tuple[list[Run], list[RecordError]]:
+    """Every run below `root`, in the order of their paths, and what is wrong with the others."""
     if not root.is_dir():
         raise RecordError(
             f"{root} is not a directory: expected one that holds runs, as `compare` writes it"
         )
-    return [read_run(path.parent) for path in sorted(root.rglob(META))]
+    return read_each((path.parent for path in sorted(root.rglob(META))), read_run)
+
+
+def read_each(
+    paths: Iterable[Path], read: Callable[[Path], Content]
+) -> tuple[list[Content], list[RecordError]]:
+    """What can be read, and the errors of the rest: one damaged record takes no other with it."""
+    contents, damaged = [], []
+    for path in paths:
+        try:
+            contents.append(read(path))
+        except RecordError as error:
+            damaged.append(error)
+    return contents, damaged
+
+
+def load_runs(root: Path) -> list[Run]:
+    """Every run below `root`, in the order of their paths; raises where one is damaged."""
+    runs, damaged = scan_runs(root)
+    for error in damaged:
+        raise error
+    return runs
 
 
 def run_path(root: Path, workload: str, method: str, batch_size: int, seed: int) -> Path:

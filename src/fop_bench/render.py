@@ -6,6 +6,7 @@ Published figures are marked in all three: in a line of their own or below ours 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
@@ -14,6 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 PUBLISHED = "published"
+MARKDOWN = re.compile(r"([\\`*_\[\]|~#$])")  # what means something in a line of Markdown
 
 
 @dataclass(frozen=True)
@@ -62,28 +64,31 @@ def _rich_cell(cell: Cell) -> Text:
 
 def to_markdown(table: Table) -> str:
     """For READMEs and issues; published figures in italics."""
-    head = [_clean(column) for column in table.columns]
+    head = [markdown_text(column) for column in table.columns]
     aligned = ["---", *["---:"] * (len(head) - 1)]
     lines = [
         [_markdown_cell(cell, number in table.marked) for cell in line]
         for number, line in enumerate(table.lines)
     ]
     body = "\n".join(f"| {' | '.join(line)} |" for line in [head, aligned, *lines])
-    notes = "".join(f"\n\n{_clean(note)}" for note in table.notes)
-    return f"**{_clean(table.title)}**\n\n{body}{notes}\n"
+    notes = "".join(f"\n\n{markdown_text(note)}" for note in table.notes)
+    return f"**{markdown_text(table.title)}**\n\n{body}{notes}\n"
 
 
 def _markdown_cell(cell: Cell, marked: bool) -> str:
-    text = _clean(cell.text)
+    text = markdown_text(cell.text)
     if marked:
         return f"*{text}*" if text else ""
-    below = f"*{PUBLISHED} {_clean(cell.published)}*" if cell.published else ""
+    below = f"*{PUBLISHED} {markdown_text(cell.published)}*" if cell.published else ""
     return "<br>".join(part for part in (text, below) if part)
 
 
-def _clean(text: str) -> str:
-    """No cell can end its own line, open another column or bring HTML of its own."""
-    return str(escape(text)).replace("|", "\\|").replace("\n", "<br>")
+def markdown_text(text: str) -> str:
+    """The one way for text into Markdown: it brings no HTML, link, emphasis or column of its own,
+    and stays on its line.
+    """
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    return "<br>".join(str(escape(MARKDOWN.sub(r"\\\1", line))) for line in lines if line)
 
 
 def to_html(table: Table) -> Markup:

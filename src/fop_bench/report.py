@@ -7,31 +7,77 @@ is written.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import escape
+from markupsafe import Markup
 
+from fop_bench.config import ConfigError
+from fop_bench.errors import RecordError, reason
 from fop_bench.records import atomic_open, write_text
-from fop_bench.render import to_html, to_markdown
+from fop_bench.render import markdown_text, to_html, to_markdown
 from fop_bench.sections import Picture, Section, collect
 
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_report(root: Path, out: Path) -> Path:
-    """Write the page to ``out``, Markdown beside it (``.md``, its pictures in ``<name>-plots``)."""
+# In the first lines of both files: what has no such line was not written by a report.
+MARK = "<!-- written by fop-bench report -->"
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of a report; `damaged` says which records are not in it, and why."""
+
+    page: Path
+    markdown: Path
+    pictures: tuple[Path, ...]
+    damaged: tuple[str, ...]
+
+    def complain(self) -> None:
+        """Raises where records were left out, once everything else is done."""
+        if self.damaged:
+            listed = "".join(f"\n  {line}" for line in self.damaged)
+            raise RecordError(f"{len(self.damaged)} not in {self.page}, since damaged:{listed}")
+
+
+def write_report(root: Path, out: Path, *, force: bool = False) -> Written:
+    """Write the page to ``out``, Markdown beside it (``.md``, its pictures in ``<name>-plots``).
+
+    A file that an earlier report wrote is replaced, any other one only by ``force``.
+    """
     if out.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"out: expected a name ending in .html, found {out.name!r}")
+        raise ConfigError(f"out: expected a name ending in .html, found {out.name!r}")
+    page, text = out, out.with_suffix(".md")
+    for path in (page, text):
+        if not force and path.exists() and not _is_report(path):
+            raise ConfigError(
+                f"{path} exists and was not written by fop-bench report: choose another name with "
+                "--out, move it away, or replace it with --force"
+            )
     sections = collect(root)
     title = f"fop-bench: {root.resolve().name}"
-    write_text(out, html(title, sections))
+    write_text(page, html(title, sections))
     plots = out.with_name(f"{out.stem}-plots")
-    for picture in _pictures(sections):
-        with atomic_open(plots / f"{picture.name}.png", "wb") as stream:
+    pictures = {plots / f"{picture.name}.png": picture for picture in _pictures(sections)}
+    for path, picture in pictures.items():
+        with atomic_open(path, "wb") as stream:
             stream.write(picture.png)
-    write_text(out.with_suffix(".md"), markdown(title, sections, plots.name))
-    return out
+    write_text(text, markdown(title, sections, plots.name))
+    damaged = tuple(line for section in sections for line in section.damaged)
+    return Written(page, text, tuple(pictures), damaged)
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return MARK.encode() in stream.read(200)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be replaced ({reason(error)}): choose another name"
+        ) from error
 
 
 def html(title: str, sections: list[Section]) -> str:
@@ -44,24 +90,28 @@ def html(title: str, sections: list[Section]) -> str:
         lstrip_blocks=True,
     )
     template = environment.get_template("report.html.jinja")
-    return template.render(title=title, lead=_lead(sections), sections=sections, to_html=to_html)
+    return template.render(
+        mark=Markup(MARK),
+        title=title,
+        lead=_lead(sections),
+        sections=sections,
+        to_html=to_html,
+    )
 
 
 def markdown(title: str, sections: list[Section], plots: str) -> str:
     """The same tables, with links to the pictures in the folder ``plots``."""
-    parts = [f"# {_plain(title)}\n", f"{_lead(sections)}\n"]
+    parts = [f"{MARK}\n", f"# {markdown_text(title)}\n", f"{_lead(sections)}\n"]
     for section in sections:
-        parts.append(f"## {_plain(section.heading)}\n")
-        parts += [f"> {_plain(warning)}\n" for warning in section.warnings]
+        parts.append(f"## {markdown_text(section.heading)}\n")
+        parts += [f"> {markdown_text(line)}\n" for line in (*section.warnings, *section.damaged)]
         parts += [to_markdown(table) for table in section.tables]
-        parts += [f"![{_plain(p.caption)}](<{plots}/{p.name}.png>)\n" for p in section.pictures]
+        parts += [
+            f"![{markdown_text(p.caption)}](<{quote(plots)}/{p.name}.png>)\n"
+            for p in section.pictures
+        ]
         parts += [to_markdown(table) for table in section.details]
     return "\n".join(parts)
-
-
-def _plain(text: str) -> str:
-    """Text from a record on one line and without HTML of its own."""
-    return str(escape(" ".join(text.split())))
 
 
 def _pictures(sections: list[Section]) -> list[Picture]:

@@ -16,12 +16,22 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 
 from fop_bench.costs import Hardware, Prediction, predict, shape_of
-from fop_bench.records import RecordError, machine, strict_json, versions, write_text
+from fop_bench.errors import BenchError, RecordError
+from fop_bench.records import machine, strict_json, versions, write_text
+from fop_bench.schema import (
+    Count,
+    Name,
+    NonNegative,
+    Positive,
+    Whole,
+    fit,
+    read_json,
+)
 from fop_bench.workloads import WORKLOADS
 
 FILE = "scaling.json"
@@ -30,7 +40,7 @@ MARKER = "fop-bench scaling: "
 REFERENCE = "sgd"  # plain DistributedDataParallel
 
 
-class ScalingMeasurementError(RuntimeError):
+class ScalingMeasurementError(BenchError, RuntimeError):
     """The processes that were to be timed failed."""
 
 
@@ -43,13 +53,13 @@ class Timing:
     block by block between the method's own; `state_bytes` are those of curvature on each rank.
     """
 
-    method: str
-    batch_size: int
-    ranks: int
-    seconds: tuple[float, ...]
-    cpu_seconds: tuple[float, ...] = ()
-    reference_seconds: tuple[float, ...] = ()
-    state_bytes: tuple[int, ...] = ()
+    method: Name
+    batch_size: Count
+    ranks: Count
+    seconds: tuple[Positive, ...]
+    cpu_seconds: tuple[Positive, ...] = ()
+    reference_seconds: tuple[Positive, ...] = ()
+    state_bytes: tuple[Whole, ...] = ()
 
     @property
     def median(self) -> float:
@@ -79,12 +89,26 @@ class Scaling:
     which disturb the clock.
     """
 
-    workload: str
-    interval: int  # steps between renewals of curvature
+    workload: Name
+    interval: Count  # steps between renewals of curvature
     timings: tuple[Timing, ...]
     predictions: tuple[Prediction, ...]
     hardware: tuple[Hardware, ...]
-    load: float = 0.0
+    load: NonNegative = 0.0
+
+
+class _Model(TypedDict):
+    hardware: tuple[Hardware, ...]
+    predictions: tuple[Prediction, ...]
+
+
+class _Record(TypedDict):
+    schema: Literal[1]
+    workload: Name
+    interval: Count
+    load: NonNegative
+    measured: tuple[Timing, ...]
+    model: _Model
 
 
 @dataclass(frozen=True)
@@ -283,23 +307,17 @@ def write_scaling(record: Scaling, path: Path, device: str = "cpu") -> Path:
 
 def read_scaling(path: Path) -> Scaling:
     """What ``write_scaling`` recorded."""
+    content = read_json(path, "measure again")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"expected schema {SCHEMA}, found {content['schema']!r}")
-        model = content["model"]
+        record: _Record = fit(content, _Record)
+        model = record["model"]
         return Scaling(
-            workload=content["workload"],
-            interval=content["interval"],
-            timings=tuple(_timing(**timing) for timing in content["measured"]),
-            predictions=tuple(Prediction(**prediction) for prediction in model["predictions"]),
-            hardware=tuple(Hardware(**hardware) for hardware in model["hardware"]),
-            load=content["load"],
+            workload=record["workload"],
+            interval=record["interval"],
+            timings=record["measured"],
+            predictions=model["predictions"],
+            hardware=model["hardware"],
+            load=record["load"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise RecordError(f"{path} holds no scaling record ({error}): measure again") from error
-
-
-def _timing(**recorded: Any) -> Timing:
-    lists = {name: tuple(v) for name, v in recorded.items() if isinstance(v, list)}
-    return Timing(**{**recorded, **lists})

@@ -10,35 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import fop
+from fop_bench.schema import NonNegative, Positive, Whole, check_fields
 
-SCHEDULES = ("constant", "plateau", "cosine", "power", "step")
-LR_RULES = ("linear", "none")
-INTERVAL_RULES = ("shrink", "none")
+ScheduleName = Literal["constant", "plateau", "cosine", "power", "step"]
+LrRule = Literal["linear", "none"]
+IntervalRule = Literal["shrink", "none"]
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """`warmup_epochs` apply to every schedule; other fields to those that their comment names."""
 
-    name: str = "constant"
-    warmup_epochs: float = 0.0
-    patience: int = 5  # plateau: epochs without improvement
-    factor: float = 0.1  # plateau, step: what the rate is multiplied by
-    threshold: float = 1e-4  # plateau: relative improvement that counts
-    floor: float = 1e-3  # cosine: the paper's smallest rate
-    exponent: float = 5.0  # power: E of the paper, 4, 5 or 6
-    milestones: tuple[int, ...] = (160, 180)  # step: epochs at which the rate drops
+    name: ScheduleName = "constant"
+    warmup_epochs: NonNegative = 0.0
+    patience: Whole = 5  # plateau: epochs without improvement
+    factor: Positive = 0.1  # plateau, step: what the rate is multiplied by
+    threshold: NonNegative = 1e-4  # plateau: relative improvement that counts
+    floor: NonNegative = 1e-3  # cosine: the paper's smallest rate
+    exponent: NonNegative = 5.0  # power: E of the paper, 4, 5 or 6
+    milestones: tuple[Whole, ...] = (160, 180)  # step: epochs at which the rate drops
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise ValueError(
-                f"schedule.name must be one of {', '.join(SCHEDULES)}, got {self.name!r}"
-            )
-        if self.warmup_epochs < 0:
-            raise ValueError(f"schedule.warmup_epochs must be >= 0, got {self.warmup_epochs}")
+        check_fields(self, "schedule.")
         object.__setattr__(self, "milestones", tuple(self.milestones))
 
     def as_dict(self) -> dict[str, Any]:

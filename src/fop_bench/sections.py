@@ -9,18 +9,22 @@ differ.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from fop_bench import landscape, memory, plots, scaling
-from fop_bench.records import RecordError, Run, load_runs
+from fop_bench.errors import RecordError
+from fop_bench.records import Run, read_each, scan_runs
 from fop_bench.render import Table
 from fop_bench.scaling_tables import scaling_tables
 from fop_bench.style import look, order
@@ -36,7 +40,7 @@ from fop_bench.tables import (
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot as PNG, with a name for its file."""
+    """A plot as PNG, with a name for its file (see `file_name`)."""
 
     name: str
     caption: str
@@ -62,6 +66,7 @@ class Section:
     title: str
     place: str = ""
     warnings: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()  # which records could not be shown, and why
     tables: tuple[Table, ...] = ()
     pictures: tuple[Picture, ...] = ()
     details: tuple[Table, ...] = ()
@@ -72,28 +77,100 @@ class Section:
         return f"{self.title} ({self.place})" if self.place else self.title
 
 
+LONGEST_NAME = 100
+READERS: dict[str, Callable[[Path], Any]] = {
+    memory.FILE: memory.read_measurements,
+    scaling.FILE: scaling.read_scaling,
+    landscape.FILE: landscape.read_landscape,
+}
+
+
 def collect(root: Path) -> list[Section]:
-    """Everything recorded below ``root``, or a RecordError that says what was expected there."""
+    """Everything recorded below ``root``, with a list of what is damaged; or a RecordError that
+    says what was expected there.
+    """
+    runs, damaged = scan_runs(root)
+    makers = list(_of_runs(runs, root))
+    for name, read in READERS.items():
+        paths = sorted(root.rglob(name))
+        contents, unreadable = read_each(paths, partial(_with_path, read))
+        damaged += unreadable
+        makers += [_of_file(name, path, content, root) for path, content in contents]
     sections = []
-    for folder, runs in sorted(_collections(load_runs(root)).items()):
+    for what, make in makers:
+        try:
+            sections.append(make())
+        except Exception as error:  # one odd record must not take the rest of the report away
+            damaged.append(RecordError(f"{what} cannot be shown ({type(error).__name__}: {error})"))
+    if not sections:
+        raise _nothing_there(root, damaged)
+    if damaged:
+        lines = tuple(str(error).replace(f"{root}{os.sep}", "") for error in damaged)
+        sections.append(Section("Damaged records, not in this report", damaged=lines))
+    return _with_file_names(sections)
+
+
+def _with_path(read: Callable[[Path], Any], path: Path) -> tuple[Path, Any]:
+    return path, read(path)
+
+
+Maker = tuple[str, Callable[[], Section]]  # what is shown, and the function that draws it
+
+
+def _of_runs(runs: Sequence[Run], root: Path) -> Iterator[Maker]:
+    for folder, found in sorted(_collections(runs).items()):
         place = "" if folder == root else folder.relative_to(root).as_posix()
-        for workload, members in by_workload(runs).items():
+        for workload, members in by_workload(found).items():
             tested = [run for run in members if run.split == "test"]
             tuned = [run for run in members if run.split != "test"]
+            what = f"{folder}: {workload}"
             if tested:
-                sections.append(_runs_section(workload, tested, place, root))
+                yield what, partial(_runs_section, workload, tested, place, root)
             if tuned:
-                sections.append(_tuning_section(workload, tuned, place, root))
-    sections += [_memory_section(path, root) for path in sorted(root.rglob(memory.FILE))]
-    sections += [_scaling_section(path, root) for path in sorted(root.rglob(scaling.FILE))]
-    sections += [_landscape_section(path, root) for path in sorted(root.rglob(landscape.FILE))]
-    if not sections:
-        files = f"{memory.FILE}, {scaling.FILE} or {landscape.FILE}"
-        raise RecordError(
-            f"{root}: expected recorded runs, {files} below it, found none: give the directory "
-            "that compare, sweep, memory, scaling or landscape wrote"
+                yield what, partial(_tuning_section, workload, tuned, place, root)
+
+
+def _of_file(name: str, path: Path, content: Any, root: Path) -> Maker:
+    make: dict[str, Callable[[Any, str], Section]] = {
+        memory.FILE: _memory_section,
+        scaling.FILE: _scaling_section,
+        landscape.FILE: _landscape_section,
+    }
+    place = "" if path.parent == root else path.parent.relative_to(root).as_posix()
+    return str(path), partial(make[name], content, place)
+
+
+def _nothing_there(root: Path, damaged: Sequence[RecordError]) -> RecordError:
+    if damaged:
+        return RecordError("\n".join(map(str, damaged)))
+    return RecordError(
+        f"{root}: expected recorded runs, {', '.join(READERS)} below it, found none: give the "
+        "directory that compare, sweep, memory, scaling or landscape wrote"
+    )
+
+
+def _with_file_names(sections: Sequence[Section]) -> list[Section]:
+    taken: set[str] = set()
+    return [
+        replace(
+            section,
+            pictures=tuple(replace(p, name=file_name(p.name, taken)) for p in section.pictures),
         )
-    return sections
+        for section in sections
+    ]
+
+
+def file_name(text: str, taken: set[str]) -> str:
+    """The one way from text, which in a record may be anything, to a name for a file.
+
+    Letters, digits, dots, dashes and underscores, not too many, and no name twice (also where
+    capitals do not count): what was given out is added to ``taken``.
+    """
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:LONGEST_NAME] or "picture"
+    numbered = (f"{stem}-{number}" for number in itertools.count(2))
+    name = next(n for n in itertools.chain([stem], numbered) if n.lower() not in taken)
+    taken.add(name.lower())
+    return name
 
 
 def _collections(runs: Sequence[Run]) -> dict[Path, list[Run]]:
@@ -116,7 +193,7 @@ def _collection(run: Run) -> Path:
 
 def _runs_section(workload: str, runs: list[Run], place: str, root: Path) -> Section:
     rows = summarise(runs)
-    name = _file_name(workload, place)
+    name = _label(workload, place)
     tables: list[Table] = []
     pictures: list[Picture] = []
     if is_sweep(runs):
@@ -210,17 +287,15 @@ def _tuning_section(workload: str, runs: list[Run], place: str, root: Path) -> S
     )
 
 
-def _memory_section(path: Path, root: Path) -> Section:
-    measurements = memory.read_measurements(path)
+def _memory_section(measurements: Sequence[memory.Measurement], place: str) -> Section:
     names = sorted({m.workload for m in measurements})
-    place = _place(path, root)
     return Section(
         title="memory",
         place=place,
         tables=tuple(memory.memory_table(measurements, name) for name in names),
         pictures=tuple(
             _picture(
-                _file_name(f"{name}-memory", place),
+                _label(f"{name}-memory", place),
                 f"Peak memory, {name}",
                 plots.memory_bars([m for m in measurements if m.workload == name]),
             )
@@ -229,10 +304,8 @@ def _memory_section(path: Path, root: Path) -> Section:
     )
 
 
-def _scaling_section(path: Path, root: Path) -> Section:
-    record = scaling.read_scaling(path)
-    place = _place(path, root)
-    name = _file_name(f"{record.workload}-scaling", place)
+def _scaling_section(record: scaling.Scaling, place: str) -> Section:
+    name = _label(f"{record.workload}-scaling", place)
     caption = "Strong scaling: measured (solid) and by a cost model (dashed)"
     return Section(
         title=f"{record.workload}: strong scaling",
@@ -242,10 +315,8 @@ def _scaling_section(path: Path, root: Path) -> Section:
     )
 
 
-def _landscape_section(path: Path, root: Path) -> Section:
-    surface = landscape.read_landscape(path)
-    place = _place(path, root)
-    name = _file_name(f"{surface.workload}-landscape", place)
+def _landscape_section(surface: landscape.Landscape, place: str) -> Section:
+    name = _label(f"{surface.workload}-landscape", place)
     return Section(
         title=f"{surface.workload}: loss landscape",
         place=place,
@@ -256,17 +327,12 @@ def _landscape_section(path: Path, root: Path) -> Section:
     )
 
 
-def _place(path: Path, root: Path) -> str:
-    return "" if path.parent == root else path.parent.relative_to(root).as_posix()
-
-
 def _picture(name: str, caption: str, figure: Figure) -> Picture:
     return Picture(name, caption, plots.png(figure))
 
 
-def _file_name(*parts: str) -> str:
-    """A name for a file out of names from records, which may hold anything."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(part for part in parts if part)).strip("-.")
+def _label(*parts: str) -> str:
+    return "-".join(part for part in parts if part)
 
 
 def _records(runs: Sequence[Run], root: Path) -> tuple[RunRecord, ...]:

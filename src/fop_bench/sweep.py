@@ -1,5 +1,5 @@
-"""One setting varied, everything else as tuned: damping, the beta/eta ablation, the curvature
-interval, batch size.
+"""One setting varied, everything else as tuned: learning rate, momentum, damping, the beta/eta
+ablation, the curvature interval, batch size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fop_bench.config import ConfigError, RunConfig
+from fop_bench.errors import unknown
 from fop_bench.methods import get_method, with_control
 from fop_bench.recipes import Recipe
 from fop_bench.records import run_path
@@ -43,6 +44,18 @@ SWEEPS = {
             _values("damping", 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
         ),
         Sweep(
+            "lr",
+            "best metric against the learning rate at the base batch",
+            ("sgd", "adamw", "kfac", "kfac-2x", "fop"),
+            _values("lr", 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+        ),
+        Sweep(
+            "momentum",
+            "best metric against momentum",
+            ("sgd", "kfac", "kfac-2x", "fop"),
+            _values("momentum", 0.0, 0.5, 0.7, 0.8, 0.9, 0.95),
+        ),
+        Sweep(
             "ablation",
             "FOP with beta and eta fixed or adaptive, beside KFAC (Figure of D.1)",
             ("kfac", "kfac-2x", "fop"),
@@ -64,9 +77,14 @@ SWEEPS = {
 }
 
 
+OF_ONE_OPTION = tuple(name for name, sweep in SWEEPS.items() if name in sweep.points[0])
+
+
 def get_sweep(name: str) -> Sweep:
     if name not in SWEEPS:
-        raise ConfigError(f"unknown sweep {name!r}: choose one of {', '.join(SWEEPS)}")
+        raise ConfigError(
+            f"unknown sweep {unknown(name, SWEEPS)}: choose one of {', '.join(SWEEPS)}"
+        )
     return SWEEPS[name]
 
 
@@ -84,9 +102,9 @@ def sweep_jobs(
     """All runs, each point in a directory of its own; `values` replace the sweep's own."""
     points = sweep.points
     if values:
-        if sweep.name not in ("damping", "update_every"):
+        if sweep.name not in sweep.points[0]:
             raise ConfigError(
-                f"--values: the sweep {sweep.name!r} takes none; damping and update_every do"
+                f"--values: the sweep {sweep.name!r} takes none; {', '.join(OF_ONE_OPTION)} do"
             )
         points = _values(sweep.name, *values)
     if sweep.name == "update_every":

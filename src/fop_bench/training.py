@@ -192,7 +192,7 @@ class Training:
     def _evaluation(self) -> dict[str, float]:
         self.model.eval()
         with torch.no_grad(), self.autocast():
-            batches = self.splits.evaluation(self.config.split)  # type: ignore[arg-type]
+            batches = self.splits.evaluation(self.config.split)
             values = self.workload.evaluate(self.model, batches)
         self.model.train()
         return values

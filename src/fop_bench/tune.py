@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fop_bench.compare import DataCache, run_all
 from fop_bench.config import ConfigError, RunConfig
@@ -20,6 +20,7 @@ from fop_bench.methods import get_method
 from fop_bench.progress import Display
 from fop_bench.recipes import Recipe
 from fop_bench.records import Run
+from fop_bench.schema import Count, Limit, MisfitError, Whole, check_fields
 from fop_bench.tuned import Setting
 from fop_bench.workloads import WORKLOADS
 
@@ -30,9 +31,15 @@ RULE = "fewest missed targets, then fewest epochs to the target, then best metri
 class Budget:
     """What each method is given; `epochs` None takes the recipe's."""
 
-    trials: int
-    seeds: tuple[int, ...]
-    epochs: int | None = None
+    trials: Count
+    seeds: Annotated[tuple[Whole, ...], Limit("whole numbers >= 0, one at least", bool)]
+    epochs: Count | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except MisfitError as error:
+            raise ConfigError(f"tuning: {error}") from error
 
     def as_dict(self) -> dict[str, Any]:
         spent = {

@@ -8,11 +8,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from fop_bench.config import ConfigError, read_file
 from fop_bench.methods import get_method
 from fop_bench.records import now, versions, write_text
+from fop_bench.schema import Count, MisfitError, Name, Settings, fit
 
 SCHEMA = 1
 
@@ -21,11 +22,36 @@ SCHEMA = 1
 class Setting:
     """The best options (for the base batch) of a method at a batch size, and how they scored."""
 
-    workload: str
-    method: str
-    batch_size: int
+    workload: Name
+    method: Name
+    batch_size: Count
     options: Mapping[str, Any]
     score: Mapping[str, Any]
+
+
+class _Score(TypedDict, total=False):
+    score: dict[str, Any]
+
+
+class _Setting(_Score):
+    workload: Name
+    method: Name
+    batch_size: Count
+    options: Settings
+
+
+class _Budget(TypedDict, total=False):
+    trials: Count
+    seeds: list[int]
+
+
+class _Extras(TypedDict, total=False):
+    budget: _Budget
+    setting: list[_Setting]
+
+
+class _File(_Extras):
+    schema: Literal[1]
 
 
 @dataclass(frozen=True)
@@ -63,24 +89,17 @@ def read_tuned(path: Path) -> Tuned:
             f"{path}: expected schema = {SCHEMA}, found {table.get('schema')!r}: "
             "is it from `fop-bench tune`?"
         )
+    try:
+        content: _File = fit(table, _File)
+    except MisfitError as error:
+        raise ConfigError(f"{path}: {error}: tune again, or correct that value") from error
     settings = []
-    for number, entry in enumerate(table.get("setting", ()), 1):
-        try:
-            setting = Setting(
-                entry["workload"],
-                entry["method"],
-                entry["batch_size"],
-                entry["options"],
-                entry.get("score", {}),
-            )
-        except KeyError as error:
-            raise ConfigError(
-                f"{path}: [[setting]] number {number} has no {error.args[0]}"
-            ) from error
+    for number, entry in enumerate(content.get("setting", []), 1):
+        setting = Setting(**{"score": {}, **entry})  # type: ignore[arg-type]
         own = {k: v for k, v in setting.options.items() if not k.startswith("schedule.")}
         get_method(setting.method).check(own, f"{path}: [[setting]] number {number}")
         settings.append(setting)
-    return Tuned(path, table.get("budget", {}), tuple(settings))
+    return Tuned(path, content.get("budget", {}), tuple(settings))
 
 
 def write_tuned(path: Path, budget: Mapping[str, Any], settings: tuple[Setting, ...]) -> None:

@@ -107,7 +107,7 @@ def test_measurements_read_back_the_same(tmp_path: Path) -> None:
     assert read_measurements(path) == mine
     assert '"torch"' in path.read_text(encoding="utf-8")
     path.write_text('{"schema": 2}', encoding="utf-8")
-    with pytest.raises(RecordError, match=r"memory\.json.*expected schema 1, found 2"):
+    with pytest.raises(RecordError, match=r"memory\.json.*schema: expected 1, found 2"):
         read_measurements(path)
 
 

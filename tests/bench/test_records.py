@@ -23,11 +23,18 @@ from fop_bench.records import (
 
 META: dict[str, Any] = {
     "schema": 1,
+    "workload": "digits-mlp",
+    "method": "fop",
+    "batch_size": 64,
+    "seed": 0,
+    "config": {},
     "status": "complete",
     "metric": "accuracy",
     "target": 0.9,
     "higher_is_better": True,
 }
+
+FIRST = {"epoch": 1, "step": 10, "train_time": 0.25}
 
 
 def run_with(values: list[float | None], **meta: Any) -> Run:
@@ -65,7 +72,7 @@ def test_validation_metrics_are_found_under_their_own_name() -> None:
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     write_meta(tmp_path, META)
-    write_metrics(tmp_path, [{"epoch": 1, "test_accuracy": math.nan, "train_loss": math.inf}])
+    write_metrics(tmp_path, [{**FIRST, "test_accuracy": math.nan, "train_loss": math.inf}])
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -101,7 +108,7 @@ def test_runs_are_found_wherever_they_are_below_the_root(tmp_path: Path) -> None
     for method, seed in (("fop", 0), ("fop", 1), ("sgd", 0)):
         folder = run_path(tmp_path, "digits", method, 64, seed)
         write_meta(folder, {**META, "method": method, "seed": seed})
-        write_metrics(folder, [{"epoch": 1}])
+        write_metrics(folder, [FIRST])
     found = load_runs(tmp_path)
     assert [(run.meta["method"], run.meta["seed"]) for run in found] == [
         ("fop", 0), ("fop", 1), ("sgd", 0),
@@ -122,7 +129,7 @@ def test_an_unreadable_record_is_named(tmp_path: Path, content: str, message: st
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     write_meta(tmp_path, META)
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n{"epoch"\n')
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(FIRST) + '\n{"epoch"\n')
     with pytest.raises(RecordError, match="line 2"):
         read_run(tmp_path)
 

@@ -86,7 +86,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(records: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(records, tmp_path_factory.mktemp("out") / "report.html")
+    return write_report(records, tmp_path_factory.mktemp("out") / "report.html").page
 
 
 def test_sections_follow_the_records(records: Path) -> None:
@@ -119,7 +119,7 @@ def test_page_holds_everything_it_shows(report: Path) -> None:
 
 def test_markdown_has_the_same_tables_and_finds_its_pictures(report: Path) -> None:
     text = report.with_suffix(".md").read_text(encoding="utf-8")
-    assert "**digits-mlp: epochs / time to target [speed-up]**" in text
+    assert r"**digits-mlp: epochs / time to target \[speed-up\]**" in text
     links = re.findall(r"!\[[^]]*]\(<([^>]+)>\)", text)
     assert len(links) == 8
     for link in links:
@@ -130,7 +130,7 @@ def test_report_is_a_pure_function_of_the_records(
     records: Path, report: Path, tmp_path: Path
 ) -> None:
     before = sorted((p, p.stat().st_mtime_ns) for p in records.rglob("*"))
-    again = write_report(records, tmp_path / "report.html")
+    again = write_report(records, tmp_path / "report.html").page
     assert again.read_bytes() == report.read_bytes()
     assert sorted((p, p.stat().st_mtime_ns) for p in records.rglob("*")) == before
     assert str(records) not in again.read_text(encoding="utf-8")
@@ -138,14 +138,14 @@ def test_report_is_a_pure_function_of_the_records(
 
 def test_report_may_lie_among_the_records(tmp_path: Path) -> None:
     write_run(tmp_path, accuracies=[0.5, 0.95])
-    first = write_report(tmp_path, tmp_path / "report.html").read_bytes()
-    assert write_report(tmp_path, tmp_path / "report.html").read_bytes() == first
+    first = write_report(tmp_path, tmp_path / "report.html").page.read_bytes()
+    assert write_report(tmp_path, tmp_path / "report.html").page.read_bytes() == first
     assert not [p for p in tmp_path.rglob("*") if p.suffix == ".tmp"]
 
 
 def test_a_failed_report_leaves_the_old_one(tmp_path: Path) -> None:
     run = write_run(tmp_path, accuracies=[0.5, 0.95])
-    old = write_report(tmp_path, tmp_path / "report.html").read_bytes()
+    old = write_report(tmp_path, tmp_path / "report.html").page.read_bytes()
     (run / "meta.json").write_text("{", encoding="utf-8")
     with pytest.raises(RecordError, match=r"meta\.json"):
         write_report(tmp_path, tmp_path / "report.html")
@@ -231,7 +231,7 @@ def test_nothing_in_a_record_becomes_part_of_the_page(tmp_path: Path) -> None:
         root, workload=nasty, method=nasty, accuracies=[0.5, 0.95], folder=root / "run",
         versions={nasty: nasty}, options={"note": "</pre><b id=injected>"},
     )  # fmt: skip
-    report = write_report(root, tmp_path / "report.html")
+    report = write_report(root, tmp_path / "report.html").page
     assert "<script id=injected>" not in report.with_suffix(".md").read_text(encoding="utf-8")
     found = probe(report, tmp_path)
     assert found["injected"] == 0

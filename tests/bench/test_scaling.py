@@ -157,7 +157,7 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     text = (tmp_path / FILE).read_text()
     assert "predictions of a cost model, not measured" in text
     (tmp_path / FILE).write_text(text.replace('"schema": 1', '"schema": 9'))
-    with pytest.raises(RecordError, match=r"holds no scaling record .*expected schema 1, found 9"):
+    with pytest.raises(RecordError, match=r"holds no scaling record .*schema: expected 1, found 9"):
         read_scaling(tmp_path / FILE)
 
 
@@ -206,7 +206,7 @@ def test_plot_draws_the_model_dashed_and_says_so() -> None:
 
 def test_reports_show_scaling(tmp_path: Path) -> None:
     write_scaling(record(), tmp_path / "scaling" / FILE)
-    page = write_report(tmp_path, tmp_path / "report.html").read_text()
+    page = write_report(tmp_path, tmp_path / "report.html").page.read_text()
     assert "digits-mlp: strong scaling" in page
     assert "MODEL, not measured" in page
     assert (tmp_path / "report-plots" / "digits-mlp-scaling-scaling.png").is_file()

@@ -92,5 +92,5 @@ def test_the_rules_can_be_switched_off() -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be one of constant, plateau"):
+    with pytest.raises(ValueError, match=r"schedule\.name: expected one of 'constant', 'plateau'"):
         ScheduleConfig("exponential")

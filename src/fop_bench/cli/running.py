@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +13,10 @@ from fop_bench.cli.app import app, console
 from fop_bench.compare import comparison_jobs, run_all
 from fop_bench.config import ConfigError, parse_value
 from fop_bench.loop import train as run_training
-from fop_bench.methods import get_method
 from fop_bench.progress import Display
 from fop_bench.recipes import Recipe
 from fop_bench.records import run_path
-from fop_bench.sweep import get_sweep, sweep_jobs
+from fop_bench.sweep import SWEEPS, get_sweep, sweep_jobs
 from fop_bench.tune import Budget, carry_out, plan_search
 from fop_bench.tuned import write_tuned
 from fop_bench.workloads import WORKLOADS
@@ -32,8 +32,10 @@ KeepCheckpoints = Annotated[bool, typer.Option(help="Keep the final checkpoint o
 def train(
     name: opt.Name,
     method: Annotated[str, typer.Option(help="The optimizer.")] = "fop",
-    batch_size: Annotated[int | None, typer.Option(help="Default: the recipe's first.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Default: the recipe's first.")
+    ] = None,
+    seed: opt.Seed = 0,
     out: Annotated[
         Path | None, typer.Option(help="The run's directory; default: under runs/train.")
     ] = None,
@@ -52,7 +54,10 @@ def train(
     assignments: opt.Set = None,
     checkpoint_seconds: Annotated[
         float,
-        typer.Option(help="Least time between checkpoints, which are written after an epoch."),
+        typer.Option(
+            callback=opt.finite(0.0),
+            help="Least time between checkpoints, which are written after an epoch.",
+        ),
     ] = 30.0,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard event files.")] = True,
 ) -> None:
@@ -60,6 +65,7 @@ def train(
     recipe = opt.recipe_from(
         name,
         assignments,
+        (method,),
         tuned,
         epochs=epochs,
         subset=subset,
@@ -68,7 +74,6 @@ def train(
         accumulate=accumulate,
     )
     workload = WORKLOADS[recipe.workloads[0]]
-    get_method(method)
     config = recipe.run(workload, method, batch_size or recipe.batch_sizes(workload)[0], seed)
     root = Path("runs") / "train"
     run_dir = out or run_path(root, workload.name, method, config.batch_size, seed)
@@ -97,8 +102,9 @@ def _say_where_settings_come_from(recipe: Recipe) -> None:
     """So that nobody takes a comparison of untuned methods for one of tuned ones."""
     if recipe.tuned is None:
         console.print(
-            f"[yellow]Settings are the recipe's own, not tuned ones: see `fop-bench tune "
+            "Settings are the recipe's own, not tuned ones: see `fop-bench tune "
             f"{recipe.name}` and --tuned.",
+            style="yellow",
             soft_wrap=True,
         )
         return
@@ -116,7 +122,9 @@ def tune(
     name: opt.Name,
     methods: opt.Methods = "",
     batch_sizes: opt.BatchSizes = "",
-    trials: Annotated[int | None, typer.Option(help="Settings tried for each method.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Settings tried for each method.")
+    ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of each trial; default 1000,1001.")] = "",
     out: Annotated[Path | None, typer.Option(help="Directory; default: runs/tune/NAME.")] = None,
     epochs: opt.Epochs = None,
@@ -129,17 +137,18 @@ def tune(
     assignments: opt.Set = None,
 ) -> None:
     """Equal-budget search on the validation split; writes the best settings as tuned.toml."""
-    recipe = opt.recipe_from(name, assignments, subset=subset, amp=amp, accumulate=accumulate)
+    names = opt.method_names(methods)
+    recipe = opt.recipe_from(
+        name, assignments, names, subset=subset, amp=amp, accumulate=accumulate
+    )
     table = recipe.table.get("tune", {})
     budget = Budget(
         trials or table.get("trials", DEFAULT_TRIALS),
-        opt.numbers(seeds, "--seeds") or tuple(table.get("seeds", TUNING_SEEDS)),
+        opt.numbers(seeds, "--seeds", least=0) or tuple(table.get("seeds", TUNING_SEEDS)),
         epochs or table.get("epochs"),
     )
     root = out or Path("runs") / "tune" / recipe.name
-    searches = plan_search(
-        recipe, opt.words(methods), opt.numbers(batch_sizes, "--batch-sizes"), budget, root
-    )
+    searches = plan_search(recipe, names, opt.numbers(batch_sizes, "--batch-sizes"), budget, root)
     runtime = opt.runtime_from(device, data_dir, threads, tensorboard=False, keep_checkpoint=False)
     with Display(
         console, sum(len(search.jobs) for search in searches), f"tune {recipe.name}"
@@ -151,7 +160,7 @@ def tune(
         chosen = ", ".join(f"{key} {value}" for key, value in setting.options.items())
         score = ", ".join(f"{key} {value:g}" for key, value in setting.score.items())
         console.print(
-            f"{setting.method} b{setting.batch_size}: {chosen}  [dim]({score})[/]", soft_wrap=True
+            f"{setting.method} b{setting.batch_size}: {chosen}  ({score})", soft_wrap=True
         )
     console.print(f"Settings for `fop-bench compare {name} --tuned`: {path}", soft_wrap=True)
 
@@ -180,9 +189,11 @@ def compare(
     """
     from fop_bench.outcome import finish, show_tables
 
+    names = opt.method_names(methods)
     recipe = opt.recipe_from(
         name,
         assignments,
+        names,
         tuned,
         epochs=epochs,
         subset=subset,
@@ -192,7 +203,7 @@ def compare(
     )
     _say_where_settings_come_from(recipe)
     configs = recipe.plan(
-        opt.words(methods), opt.numbers(batch_sizes, "--batch-sizes"), opt.numbers(seeds, "--seeds")
+        names, opt.numbers(batch_sizes, "--batch-sizes"), opt.numbers(seeds, "--seeds", least=0)
     )
     root = out or Path("runs") / "compare" / recipe.name
     with (
@@ -210,9 +221,7 @@ def compare(
 @app.command()
 def sweep(
     name: opt.Name,
-    parameter: Annotated[
-        str, typer.Argument(help="damping, ablation, update_every or batch_size.")
-    ],
+    parameter: Annotated[str, typer.Argument(help=f"What is varied: {', '.join(SWEEPS)}.")],
     values: Annotated[
         str, typer.Option(help="Comma-separated values instead of the usual ones.")
     ] = "",
@@ -236,21 +245,29 @@ def sweep(
     from fop_bench.outcome import finish
 
     chosen = get_sweep(parameter)
+    names = opt.method_names(methods)
     recipe = opt.recipe_from(
-        name, assignments, tuned, epochs=epochs, subset=subset, amp=amp, accumulate=accumulate
+        name,
+        assignments,
+        names or chosen.methods,
+        tuned,
+        epochs=epochs,
+        subset=subset,
+        amp=amp,
+        accumulate=accumulate,
     )
     _say_where_settings_come_from(recipe)
-    points = tuple(parse_value(word) for word in opt.words(values))
-    if any(isinstance(point, str) for point in points):
+    points = tuple(parse_value(word) for word in opt.words(values, "--values"))
+    if not all(type(point) in (int, float) and math.isfinite(point) for point in points):
         raise ConfigError(f"--values {values!r}: expected numbers with commas between them")
     root = out or Path("runs") / "sweep" / f"{recipe.name}-{parameter}"
     jobs = sweep_jobs(
         chosen,
         recipe,
         root,
-        methods=opt.words(methods),
+        methods=names,
         batch_sizes=opt.numbers(batch_sizes, "--batch-sizes"),
-        seeds=opt.numbers(seeds, "--seeds"),
+        seeds=opt.numbers(seeds, "--seeds", least=0),
         values=points,
     )
     runtime = opt.runtime_from(device, data_dir, threads, tensorboard=False, keep_checkpoint=False)

@@ -13,7 +13,6 @@ from fop_bench.cli import options as opt
 from fop_bench.cli.app import app, console
 from fop_bench.config import ConfigError
 from fop_bench.costs import PEAKS, accelerator
-from fop_bench.methods import get_method
 from fop_bench.recipes import load_recipe
 from fop_bench.workloads import WORKLOADS
 
@@ -28,9 +27,11 @@ def scaling(
     ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks to measure.")] = (
         "1,2"
     ),
-    interval: Annotated[int, typer.Option(help="Steps between renewals of curvature.")] = 10,
-    blocks: Annotated[int, typer.Option(help="Intervals that each process times.")] = 3,
-    rounds: Annotated[int, typer.Option(help="Times that everything is measured, in turn.")] = 3,
+    interval: Annotated[int, typer.Option(min=1, help="Steps between renewals of curvature.")] = 10,
+    blocks: Annotated[int, typer.Option(min=1, help="Intervals that each process times.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Times that everything is measured, in turn.")
+    ] = 3,
     measuring: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Without: the cost model alone.")
     ] = True,
@@ -44,7 +45,11 @@ def scaling(
         str, typer.Option(help="Global batch sizes to model; default: those measured.")
     ] = "",
     utilisation: Annotated[
-        float, typer.Option(help="Share of an accelerator's peak that training reaches.")
+        float,
+        typer.Option(
+            callback=opt.finite(1e-6),
+            help="Share of an accelerator's peak that training reaches.",
+        ),
     ] = 0.3,
     out: Annotated[Path | None, typer.Option(help="Directory; default: runs/scaling/NAME.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -67,14 +72,13 @@ def scaling(
 
     recipe = load_recipe(name)
     workload = WORKLOADS[recipe.workloads[0]]
-    names = opt.words(methods)
-    for method in names:
-        get_method(method)
+    names = opt.method_names(methods)
+    opt.device_from(device)
     sizes = opt.numbers(batch_sizes, "--batch-sizes") or recipe.batch_sizes(workload)[-1:]
-    counts = _positive(ranks, "--ranks")
-    modelled = _positive(model_ranks, "--model-ranks")
+    counts = sorted(opt.numbers(ranks, "--ranks") or (1,))
+    modelled = sorted(opt.numbers(model_ranks, "--model-ranks") or (1,))
     modelled_sizes = opt.numbers(model_batch_sizes, "--model-batch-sizes") or sizes
-    presets = () if accelerators == "none" else opt.words(accelerators)
+    presets = () if accelerators == "none" else opt.words(accelerators, "--accelerators")
     unknown = [preset for preset in presets if preset not in PEAKS]
     if unknown:
         raise ConfigError(
@@ -113,10 +117,3 @@ def scaling(
     picture = plots.save(plots.scaling_curves(record), root / "scaling.png")
     for path in (write_scaling(record, root / FILE, device), picture):
         console.print(str(path), soft_wrap=True)
-
-
-def _positive(text: str, option: str) -> tuple[int, ...]:
-    found = opt.numbers(text, option)
-    if not found or min(found) < 1:
-        raise ConfigError(f"{option} {text!r}: expected whole numbers >= 1 with commas between")
-    return tuple(sorted(set(found)))

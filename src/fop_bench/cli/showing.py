@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from fop_bench.checkpoint import read_checkpoint
 from fop_bench.cli import options as opt
@@ -27,11 +28,14 @@ def list_all(data_dir: opt.DataDir = None) -> None:
     needed = sorted({workload.data for workload in WORKLOADS.values()})
     status = {name: data_status(name, data_dir) for name in needed}
 
-    def found(names: set[str]) -> str:
-        return ", ".join(
-            f"{name}: " + ("[green]found[/]" if status[name].found else "[red]missing[/]")
+    def found(names: set[str]) -> Text:
+        states = [
+            Text.assemble(
+                f"{name}: ", ("found", "green") if status[name].found else ("missing", "red")
+            )
             for name in sorted(names)
-        )
+        ]
+        return Text(", ").join(states)
 
     _table("Workloads", ("name", "what", "scale", "target", "data"), [
         (w.name, w.summary, w.scale, f"{w.metric} {w.target:g}", found({w.data}))
@@ -49,7 +53,7 @@ def list_all(data_dir: opt.DataDir = None) -> None:
     ])  # fmt: skip
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str | Text, ...]]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, no_wrap=number == 0, overflow="fold")
@@ -61,7 +65,9 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
 @app.command()
 def landscape(
     name: opt.Name,
-    batch_size: Annotated[int | None, typer.Option(help="Default: the recipe's largest.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Default: the recipe's largest.")
+    ] = None,
     methods: opt.Methods = "sgd,kfac,fop",
     run: Annotated[
         Path | None,
@@ -73,12 +79,18 @@ def landscape(
             help="random (filter-normalised directions) or steps (the plane of two steps)."
         ),
     ] = "random",
-    resolution: Annotated[int, typer.Option(help="Points to a side, an odd number.")] = 31,
+    resolution: Annotated[int, typer.Option(min=3, help="Points to a side, an odd number.")] = 31,
     span: Annotated[
-        float, typer.Option(help="How far the surface reaches; 1: a filter's own length.")
+        float,
+        typer.Option(
+            callback=opt.finite(1e-12),
+            help="How far the surface reaches; 1: a filter's own length.",
+        ),
     ] = 1.0,
-    warmup: Annotated[int, typer.Option(help="Steps before the surface, without --run.")] = 20,
-    seed: Annotated[int, typer.Option()] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Steps before the surface, without --run.")
+    ] = 20,
+    seed: opt.Seed = 0,
     out: Annotated[
         Path | None, typer.Option(help="Directory; default: runs/landscape/NAME.")
     ] = None,
@@ -93,10 +105,11 @@ def landscape(
     from fop_bench import plots
     from fop_bench.landscape import FILE, measure, write_landscape
 
-    recipe = opt.recipe_from(name, assignments, tuned, subset=subset)
+    names = opt.method_names(methods)
+    recipe = opt.recipe_from(name, assignments, names, tuned, subset=subset)
     workload = WORKLOADS[recipe.workloads[0]]
     size = batch_size or max(recipe.batch_sizes(workload))
-    configs = {method: recipe.run(workload, method, size, seed) for method in opt.words(methods)}
+    configs = {method: recipe.run(workload, method, size, seed) for method in names}
     runtime = opt.runtime_from(device, data_dir, threads)
     weights = None
     if run is not None:
@@ -164,7 +177,7 @@ def memory(
 
     recipe = load_recipe(name)
     workload = WORKLOADS[recipe.workloads[0]]
-    names = opt.words(methods) or recipe.methods
+    names = opt.method_names(methods) or recipe.methods
     sizes = opt.numbers(batch_sizes, "--batch-sizes") or recipe.batch_sizes(workload)
     root = out or Path("runs") / "memory" / recipe.name
     _free(root / FILE)
@@ -196,11 +209,16 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The HTML file; default: ROOT/report.html.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files that no report has written.")
+    ] = False,
 ) -> None:
     """A self-contained HTML page and Markdown, from records alone."""
     from fop_bench.report import write_report
 
-    console.print(str(write_report(root, out or root / "report.html")), soft_wrap=True)
+    written = write_report(root, out or root / "report.html", force=force)
+    console.print(str(written.page), soft_wrap=True)
+    written.complain()
 
 
 @app.command()

@@ -6,20 +6,20 @@ A record is the label byte(s) followed by 3,072 pixel bytes: the red, green and 
 
 from __future__ import annotations
 
-import gzip
 import tarfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 
 from fop_bench.data.errors import DataError
-from fop_bench.data.idx import REPLACE, read_bytes
+from fop_bench.data.idx import REPLACE, Bounded, opened, read_bytes
 from fop_bench.data.splits import Images
 
 PIXELS = 3 * 32 * 32
+BESIDES = 1 << 20  # bytes of an archive besides its images: names, padding, a page of text
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class CifarFormat:
     files: dict[str, int]
     label_bytes: int
     classes: int
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        return self.files[name] * (self.label_bytes + PIXELS)
 
 
 CIFAR10 = CifarFormat(
@@ -43,10 +47,11 @@ def load_cifar(paths: Sequence[Path], layout: CifarFormat) -> tuple[Images, Imag
     """(training images, test images) from the binary files, or from one archive that holds them."""
     if len(paths) == 1 and paths[0].name.endswith(".tar.gz"):
         archive = paths[0]
-        contents = _read_archive(archive, tuple(layout.files))
+        contents = _read_archive(archive, layout)
         named = [(archive / name, contents[name]) for name in layout.files]
     else:
-        named = [(path, read_bytes(path)) for path in paths]
+        sizes = map(layout.size, layout.files)
+        named = [(path, read_bytes(path, size)) for path, size in zip(paths, sizes, strict=True)]
     parts = [
         _parse(path, raw, records, layout)
         for (path, raw), records in zip(named, layout.files.values(), strict=True)
@@ -60,9 +65,8 @@ def load_cifar(paths: Sequence[Path], layout: CifarFormat) -> tuple[Images, Imag
 
 def _parse(path: Path, raw: bytes, records: int, layout: CifarFormat) -> Images:
     record = layout.label_bytes + PIXELS
-    if len(raw) != records * record:
-        kind = "truncated" if len(raw) < records * record else "too long"
-        problem = f"{kind}: {len(raw):,} bytes, expected {records:,} records of {record:,} bytes"
+    if len(raw) < records * record:
+        problem = f"truncated: {len(raw):,} bytes, expected {records:,} records of {record:,} bytes"
         raise DataError(path, problem, REPLACE)
     table = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(records, record)
     labels = table[:, layout.label_bytes - 1].long()
@@ -74,24 +78,24 @@ def _parse(path: Path, raw: bytes, records: int, layout: CifarFormat) -> Images:
     return Images(pixels, labels)
 
 
-def _read_archive(archive: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+def _read_archive(archive: Path, layout: CifarFormat) -> dict[str, bytes]:
     """The named members' contents; nothing is unpacked onto the disk."""
     contents: dict[str, bytes] = {}
+    limit = BESIDES + sum(map(layout.size, layout.files))
     try:
-        with gzip.open(archive) as stream:
-            with tarfile.open(fileobj=stream, mode="r|") as tar:
+        with opened(archive, limit) as stream:
+            with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|") as tar:
                 for member in tar:
                     name = Path(member.name).name
-                    file = tar.extractfile(member) if member.isfile() and name in names else None
+                    wanted = member.isfile() and name in layout.files
+                    file = tar.extractfile(member) if wanted else None
                     if file is not None:
-                        contents[name] = file.read()
+                        contents[name] = Bounded(archive / name, file, layout.size(name)).read()
             while stream.read(1 << 20):  # to the end: only there gzip checks its checksum
                 pass
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except tarfile.TarError as error:
         raise DataError(archive, f"truncated or corrupt archive ({error})", REPLACE) from error
-    except OSError as error:
-        raise DataError(archive, f"cannot be read ({error})", "Make the file readable") from error
-    for name in names:
+    for name in layout.files:
         if name not in contents:
             raise DataError(archive / name, "not in the archive", REPLACE)
     return contents

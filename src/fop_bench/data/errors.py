@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fop_bench.errors import BenchError
 
-class DataError(RuntimeError):
+
+class DataError(BenchError, RuntimeError):
     """A data file is missing, truncated or corrupt; raised before training starts."""
 
     def __init__(self, path: Path | str, problem: str, fix: str) -> None:

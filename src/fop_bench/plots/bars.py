@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from fop_bench import published
 from fop_bench.memory import GIGA, Measurement
-from fop_bench.plots.canvas import panels, style, titled
+from fop_bench.plots.canvas import panels, plain, style, titled
 from fop_bench.style import look, order
 
 Bars = dict[tuple[int, str], float]  # (batch size, method) -> amount in the panel's unit
@@ -54,7 +54,7 @@ def _patch(method: str) -> Patch:
         facecolor=shown.colour,
         edgecolor="white",
         hatch="///" if shown.dashed else None,
-        label=shown.label,
+        label=plain(shown.label),
     )
 
 

@@ -124,7 +124,7 @@ def plain_log_ticks(axis: Axes) -> None:
 def percent_axis(axis: Axes, metric: str, *, horizontal: bool = False) -> None:
     """Percentages for accuracies and errors, plain numbers for anything else."""
     scaled = is_fraction(metric)
-    label = f"test {metric} (%)" if scaled else f"test {metric}"
+    label = plain(f"test {metric} (%)" if scaled else f"test {metric}")
     one = axis.xaxis if horizontal else axis.yaxis
     if scaled:
         one.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from fop_bench import published
-from fop_bench.plots.canvas import INK, method_legend, panels, plain_log_ticks, style, titled
+from fop_bench.plots.canvas import INK, method_legend, panels, plain, plain_log_ticks, style, titled
 from fop_bench.scaling import (
     Point,
     Scaling,
@@ -53,7 +53,7 @@ def scaling_curves(record: Scaling) -> Figure:
             row[2].set_ylabel("efficiency (%)")
             row[2].axhline(100, color=INK, linestyle=":", linewidth=1.2)
             row[2].set_ylim(0, max(115, 110 * max(reached.values())))
-            row[1].set_title(f"{title}, batch size {largest:,}")
+            row[1].set_title(plain(f"{title}, batch size {largest:,}"))
             if number == 0:
                 _published(row[2], record.workload)
             if width == 4:

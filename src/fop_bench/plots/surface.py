@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
-from fop_bench.plots.canvas import style, titled
+from fop_bench.plots.canvas import plain, style, titled
 from fop_bench.style import look, order
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def landscape_contour(landscape: Landscape) -> Figure:
         axis.set_aspect("equal")
         axis.set_xlim(landscape.xs[0], landscape.xs[-1])
         axis.set_ylim(landscape.ys[0], landscape.ys[-1])
-        axis.set_xlabel(landscape.x_label)
-        axis.set_ylabel(landscape.y_label)
+        axis.set_xlabel(plain(landscape.x_label))
+        axis.set_ylabel(plain(landscape.y_label))
         bar = figure.colorbar(filled, ax=axis, shrink=0.85)
         bar.set_label("loss")
         titled(figure, f"{landscape.workload}, batch size {landscape.batch_size:,}")
@@ -64,8 +64,8 @@ def landscape_3d(landscape: Landscape) -> Figure:
             grid_x, grid_y, losses, cmap="viridis", alpha=0.6, linewidth=0.25,
             edgecolor="#ffffff", rcount=60, ccount=60, zorder=1,
         )  # fmt: skip
-        axis.set_xlabel(landscape.x_label, labelpad=10)
-        axis.set_ylabel(landscape.y_label, labelpad=10)
+        axis.set_xlabel(plain(landscape.x_label), labelpad=10)
+        axis.set_ylabel(plain(landscape.y_label), labelpad=10)
         axis.set_zlabel("loss", labelpad=14)
         axis.view_init(elev=36, azim=-58)
         axis.set_box_aspect((1, 1, 0.75), zoom=1.05)
@@ -175,7 +175,7 @@ def _handles(landscape: Landscape) -> list[Line2D]:
     for step in _ordered(landscape):
         shown = look(step.method)
         line = Line2D([], [], color=shown.colour, linestyle=shown.line, linewidth=3)
-        line.set_label(f"{shown.label}: loss {step.loss:.3f}")
+        line.set_label(plain(f"{shown.label}: loss {step.loss:.3f}"))
         handles.append(line)
     star = Line2D([], [], color=STAR, marker="*", linestyle="none", markersize=14)
     star.set_label("smallest loss after a step")

@@ -10,7 +10,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fop_bench.plots.canvas import method_legend, panels, percent_axis, style, target_line, titled
+from fop_bench.plots.canvas import (
+    method_legend,
+    panels,
+    percent_axis,
+    plain,
+    style,
+    target_line,
+    titled,
+)
 from fop_bench.records import Run
 from fop_bench.style import look, order, value_text
 from fop_bench.summary import Spread, settings, variant_order
@@ -50,7 +58,7 @@ def sweep(runs: Sequence[Run], parameter: str) -> Figure:
                     samples[run.meta["method"]][settings(run)[parameter]].append(run.best())
             _draw_lines(axis, samples, values)
             axis.set_title(f"batch size {batch:,}")
-            axis.set_xlabel(TITLES.get(parameter, parameter))
+            axis.set_xlabel(plain(TITLES.get(parameter, parameter)))
             handle = target_line(axis, float(having[0].meta["target"]))
         percent_axis(axes[0], having[0].meta["metric"])
         method_legend(figure, (run.meta["method"] for run in having), [handle])
@@ -65,7 +73,7 @@ def _draw_lines(axis: Axes, samples: Samples, values: list[Any]) -> None:
     if numeric and values[0] > 0 and values[-1] / values[0] >= 10:
         axis.set_xscale("log")
     if not numeric:
-        axis.set_xticks(list(place.values()), [value_text(v) for v in values])
+        axis.set_xticks(list(place.values()), [plain(value_text(v)) for v in values])
     for method in sorted(samples, key=order):
         shown = look(method)
         points = [
@@ -97,7 +105,7 @@ def ablation(runs: Sequence[Run]) -> Figure:
         if method not in DEFAULT_PAIR:
             continue
         eta, beta = (chosen.get(k, DEFAULT_PAIR[method][k]) for k in ("eta", "beta"))
-        name = f"η {value_text(eta)}, β {value_text(beta)}"
+        name = plain(f"η {value_text(eta)}, β {value_text(beta)}")
         ranks[method, name] = (order(method), variant_order((("eta", eta), ("beta", beta))))
         lines[method, name][int(run.meta["batch_size"])].append(run.best())
     if not lines:
