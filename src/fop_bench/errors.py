@@ -20,7 +20,7 @@ class WriteError(BenchError, RuntimeError):
     """A file cannot be written."""
 
     def __init__(self, path: Path | str, error: OSError) -> None:
-        super().__init__(f"{path} cannot be written ({reason(error)}): {cure(error)}")
+        super().__init__(f"{path} cannot be written ({reason(error)}): {cure(error, FORBIDDEN)}")
 
 
 FULL = "free some space and repeat the command (train: with --resume); older records are intact"
@@ -42,8 +42,8 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def cure(error: OSError) -> str:
-    return CURES.get(error.errno or 0, "check that the path is right and the disk in order")
+def cure(error: OSError, otherwise: str = "check the path and the disk") -> str:
+    return CURES.get(error.errno or 0, otherwise)
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:

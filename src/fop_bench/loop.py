@@ -89,7 +89,7 @@ def _train(
     meta = ranks.agreed(
         lambda: describe(training) if recorded is None else _going_on(recorded, training)
     )
-    if ranks.agreed((run_dir / CHECKPOINT).is_file) and recorded is not None:
+    if ranks.agreed((run_dir / CHECKPOINT).exists) and recorded is not None:
         load_checkpoint(run_dir / CHECKPOINT, training, recorded.metrics)
     if ranks.first:
         remove_leftovers(run_dir)

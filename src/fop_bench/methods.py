@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -65,21 +65,22 @@ class Method:
         """Those of some shared options that this method takes."""
         return {name: value for name, value in options.items() if name in self.accepts}
 
-    def check_names(self, names: Iterable[str], where: str) -> None:
-        for name in names:
+    def check(self, options: Options, where: str) -> None:
+        """Every option is one of this method's; a switch is no text, and a number is a number."""
+        for name, value in options.items():
             if name not in self.accepts:
                 raise MethodError(
                     f"{where}: method {self.name!r} does not take {unknown(name, self.accepts)}; "
                     f"it takes {', '.join(sorted(self.accepts))}"
                 )
-
-    def check(self, options: Options, where: str) -> None:
-        """Every option is one of this method's; a switch is true or false, and no text."""
-        self.check_names(options, where)
-        for name, value in options.items():
-            if isinstance(self.parameters[name], bool) and not isinstance(value, bool):
+            default, expected = self.parameters[name], ""
+            if isinstance(default, bool):
+                expected = "" if isinstance(value, bool) else "true or false"
+            elif isinstance(default, (int, float)):
+                expected = "" if value is None or type(value) in (int, float) else "a number"
+            if expected:
                 raise MethodError(
-                    f"{where}: {name} of {self.name!r}: expected true or false, found {value!r}"
+                    f"{where}: {name} of {self.name!r}: expected {expected}, found {value!r}"
                 )
 
     def build(self, model: nn.Module, lr: float, **options: Any) -> Optimizer:

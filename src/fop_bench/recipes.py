@@ -79,12 +79,12 @@ class _Tune(TypedDict, total=False):
 class _Whole(_Run, total=False):
     title: str
     source: str
-    extends: str
+    extends: Name
     workload: Name | Names
     methods: Name | Names
     batch_sizes: Counts
     seeds: Seeds
-    tuned: str
+    tuned: Name
     grid: dict[str, dict[str, Values]]
     tune: _Tune
 
@@ -284,14 +284,16 @@ def _check(name: str, table: Mapping[str, Any]) -> None:
                 f"{name}: unknown workload {unknown(workload, WORKLOADS)}: "
                 f"one of {', '.join(sorted(WORKLOADS))}"
             )
-    for method in _strings(table.get("methods", ())):
-        get_method(method)
+    check_names(_strings(table.get("methods", ())), METHODS, f"{name}: methods")
     for case, own in table.get("for", {}).items():
         if not BATCH_CASE.fullmatch(case):
-            get_method(case)
+            check_names([case], METHODS, f"{name}: [for]")
         check_names(own, _Run.__annotations__, f"{name}: [for.{case}]")
+    check_names(table.get("grid", {}), METHODS, f"{name}: [grid]")
     for method, axes in table.get("grid", {}).items():
-        get_method(method).check_names(split_schedule(axes)[0], f"{name}: [grid.{method}]")
+        for option, values in split_schedule(axes)[0].items():
+            for value in values:
+                METHODS[method].check({option: value}, f"{name}: [grid.{method}]")
     check_names(table.get("tune", {}), _Tune.__annotations__, f"{name}: [tune]")
     everything = frozenset[str]().union(*(method.accepts for method in METHODS.values()))
     check_names(table.get("method", {}), everything, f"{name}: [method]")

@@ -19,6 +19,7 @@ from fop_bench.loop import Runtime
 from fop_bench.methods import Method, get_method
 from fop_bench.parallel import process_group
 from fop_bench.recipes import Recipe, load_recipe
+from fop_bench.records import atomic_open
 
 Name = Annotated[
     str,
@@ -119,6 +120,15 @@ def _check_options(given: Iterable[str], methods: Sequence[Method]) -> None:
             raise ConfigError(
                 f"--set method.{name}: no method here takes {unknown(name, likely)}; {taken}"
             )
+
+
+def claim(path: Path) -> None:
+    """Nothing is there yet and it can be written, found out before hours are spent measuring."""
+    if path.exists():
+        raise ConfigError(f"{path} exists: choose another directory with --out, or delete it")
+    with atomic_open(path):
+        pass
+    path.unlink()
 
 
 @contextmanager

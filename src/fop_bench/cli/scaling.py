@@ -87,8 +87,7 @@ def scaling(
     if not measuring and not presets:
         raise ConfigError("--no-measure --accelerators none: nothing to do; drop one of them")
     root = out or Path("runs") / "scaling" / recipe.name
-    if (root / FILE).exists():
-        raise ConfigError(f"{root / FILE} exists: choose another directory with --out")
+    opt.claim(root / FILE)
     hardware = [accelerator(preset, utilisation) for preset in presets]
     timings: tuple[Timing, ...] = ()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

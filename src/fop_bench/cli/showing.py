@@ -119,6 +119,8 @@ def landscape(
             )
         weights = read_checkpoint(run / CHECKPOINT, runtime.device)["model"]
     chosen: Literal["random", "steps"] = _plane(plane)
+    root = out or Path("runs") / "landscape" / recipe.name
+    opt.claim(root / FILE)
     with Progress(console=console) as progress:
         task = progress.add_task(f"landscape of {workload.name}", total=resolution**2)
         surface = measure(
@@ -142,8 +144,6 @@ def landscape(
             subset=subset,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    root = out or Path("runs") / "landscape" / recipe.name
-    _free(root / FILE)
     written = [
         write_landscape(surface, root / FILE),
         plots.save(plots.landscape_contour(surface), root / "contour.png"),
@@ -180,7 +180,7 @@ def memory(
     names = opt.method_names(methods) or recipe.methods
     sizes = opt.numbers(batch_sizes, "--batch-sizes") or recipe.batch_sizes(workload)
     root = out or Path("runs") / "memory" / recipe.name
-    _free(root / FILE)
+    opt.claim(root / FILE)
     runtime = opt.runtime_from(device, data_dir, None)
     with Progress(console=console) as progress:
         task = progress.add_task(f"memory of {workload.name}", total=len(names) * len(sizes))
@@ -196,11 +196,6 @@ def memory(
     picture = plots.save(plots.memory_bars(measured), root / "memory.png")
     for path in (write_measurements(measured, root / FILE), picture):
         console.print(str(path), soft_wrap=True)
-
-
-def _free(path: Path) -> None:
-    if path.exists():
-        raise ConfigError(f"{path} exists: choose another directory with --out, or delete it")
 
 
 @app.command()
