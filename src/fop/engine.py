@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
-from fop.checks import check_captured, find_problem
+from fop.checks import ModuleTree, check_captured, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
 from fop.linalg import all_finite, on_host
@@ -45,8 +45,9 @@ TYPICAL_INTERVAL = 10
 class Engine:
     """The blocks of one model, and what the last step found out about them."""
 
-    def __init__(self, settings: Settings, exchange: Exchange) -> None:
+    def __init__(self, settings: Settings, exchange: Exchange, model: nn.Module) -> None:
         self.settings = settings
+        self._tree = ModuleTree(model)
         self.exchange = exchange
         self._curvature = make_curvature(settings.curvature, settings.damping_mode)
         # The blocks of a norm layer are small enough to be damped exactly in any case.
@@ -173,7 +174,7 @@ class Engine:
         options = {parameter: group for group in groups for parameter in group["params"]}
         trained = self.exchange.trained(options)
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
-        problem = find_problem(self.blocks, gradients, options)
+        problem = find_problem(self.blocks, gradients, options, self._tree)
         if not trained:
             if problem is not None:
                 raise problem
@@ -193,6 +194,8 @@ class Engine:
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
         with_sums = []
+        self._disable_misfits(active, reading)
+        expecting = [block for block in expecting if not block.capture.given_up]
         if reading is not None:
             check_captured({block: reading.counts[block] for block in expecting})
             with_sums = [block for block in expecting if reading.counts[block].examples]
@@ -294,6 +297,24 @@ class Engine:
                 block.capture.given_up = True
                 block.capture.reset()
                 self.notices.given_up(block)
+
+    def _disable_misfits(self, active: Iterable[Block], reading: Reading | None) -> None:
+        """Give up layers whose adapter does not fit what their module computes.
+
+        Ranks agree on that when they read the totals; until then nothing is captured by those that
+        have found it.
+        """
+        for block in active:
+            capture = block.capture
+            found = capture.misfit is not None
+            if reading is not None:
+                found = reading.counts[block].misfits > 0
+            elif self.exchange.ranks > 1:
+                continue
+            if found and not capture.given_up:
+                capture.given_up = True
+                capture.disable(capture.misfit or "another rank found that its adapter is wrong")
+                self.notices.misfit(block)
 
     def _refresh(
         self,

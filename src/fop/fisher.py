@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
+from fop.hooks import in_transform
 
 
 def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
@@ -186,7 +187,7 @@ class OutputHook:
 
 def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> Tensor | None:
     extra_pass = reference()
-    if extra_pass is None or not extra_pass.wanting():
+    if extra_pass is None or in_transform() or not extra_pass.wanting():
         return None
     if isinstance(output, Tensor) and output.numel() == 0:
         return None
@@ -196,6 +197,8 @@ def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) ->
             f"{type(module).__name__} returned {type(output).__name__}: wrap the model so "
             'that it returns its logits, or use fisher="empirical"'
         )
+    if in_transform(output):
+        return None
     probed: Tensor = _OutputProbe.apply(output, reference)  # type: ignore[no-untyped-call]
     return probed
 

@@ -95,7 +95,7 @@ class SecondOrderOptimizer(Optimizer):
         self._exchange = join_group(
             self._model, wrapper, process_group, settings.strategy, settings.difference_dtype
         )
-        self._engine = Engine(settings, self._exchange)
+        self._engine = Engine(settings, self._exchange, self._model)
         # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
         self._engine_step = torch.compiler.disable(self._engine.step)
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
