@@ -194,13 +194,13 @@ class Engine:
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
         with_sums = []
-        self._disable_misfits(active, reading)
+        self._disable_misfits(reading)
         expecting = [block for block in expecting if not block.capture.given_up]
         if reading is not None:
             check_captured({block: reading.counts[block] for block in expecting})
             with_sums = [block for block in expecting if reading.counts[block].examples]
         covered = _covered(active)
-        others = [p for p in trained if covered.get(p, 0) < p.numel()]
+        others = [p for p in trained if p not in covered or covered[p] < p.numel()]
         gathered = self.exchange.gather(
             Request(active, with_sums, others, totals, self.settings.needs_halves, loss_scale)
         )
@@ -298,21 +298,20 @@ class Engine:
                 block.capture.reset()
                 self.notices.given_up(block)
 
-    def _disable_misfits(self, active: Iterable[Block], reading: Reading | None) -> None:
+    def _disable_misfits(self, reading: Reading | None) -> None:
         """Give up layers whose adapter does not fit what their module computes.
 
         Ranks agree on that when they read the totals; until then nothing is captured by those that
         have found it.
         """
-        for block in active:
+        for block in self.blocks:
             capture = block.capture
             found = capture.misfit is not None
-            if reading is not None:
-                found = reading.counts[block].misfits > 0
-            elif self.exchange.ranks > 1:
-                continue
+            if self.exchange.ranks > 1:
+                counts = None if reading is None else reading.counts.get(block)
+                found = counts is not None and counts.misfits > 0
             if found and not capture.given_up:
-                capture.given_up = True
+                capture.given_up, capture.curvature_shape = True, None
                 capture.disable(capture.misfit or "another rank found that its adapter is wrong")
                 self.notices.misfit(block)
 
@@ -379,7 +378,7 @@ class Engine:
 
         def compute(block: Block) -> Sequence[Tensor]:
             average = self._unscaled(gathered.average(block))
-            if not self._usable(block, state):
+            if block.capture.given_up or not self._usable(block, state):
                 return average
             metric = block.curvature.metric(block.state_in(state))
             update, found = self._direction(block, average, gathered, metric)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
-from fop.hooks import in_transform
+from fop.hooks import in_transform, is_watched
 
 
 def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
@@ -204,4 +204,6 @@ def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) ->
 
 
 def attach_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:
-    return model.register_forward_hook(OutputHook(extra_pass), prepend=True)
+    # Before hooks of the user that change the output, but after that of a layer, which starts the
+    # graph anew, where the model is one itself.
+    return model.register_forward_hook(OutputHook(extra_pass), prepend=not is_watched(model))
