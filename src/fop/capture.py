@@ -219,9 +219,13 @@ class LayerCapture:
         return self.weight if self.unsharded is None else self.unsharded
 
     @property
+    def disabled(self) -> bool:
+        """Whether this rank captures nothing any more; autograd alone computes the gradient."""
+        return self.given_up or self.misfit is not None
+
+    @property
     def _expecting(self) -> bool:
-        disabled = self.given_up or self.misfit is not None
-        return not disabled and (self.plan.halves != "none" or self.wants_sums)
+        return not self.disabled and (self.plan.halves != "none" or self.wants_sums)
 
     def use(self, layer: Layer) -> None:
         """Go on with an adapter of changed geometry."""

@@ -118,7 +118,7 @@ class ExtraPass:
         return [
             capture
             for capture in self._captures
-            if capture.wants_sums and capture.weight.requires_grad
+            if capture.wants_sums and capture.weight.requires_grad and not capture.disabled
         ]
 
     def run(self, output: Tensor) -> None:

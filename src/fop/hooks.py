@@ -108,7 +108,7 @@ class ObservedCall(torch.autograd.Function):
 def _collecting(reference: weakref.ref[LayerCapture]) -> LayerCapture | None:
     """The capture; None once the optimizer is gone, or the layer is disabled."""
     capture = reference()
-    return capture if capture is not None and capture.misfit is None else None
+    return capture if capture is not None and not capture.disabled else None
 
 
 @dataclass

@@ -95,13 +95,15 @@ def _foreign(module: nn.Module) -> bool:
 def verify(layer: Layer, module: nn.Module, x: Tensor, output: Tensor, *, foreign: bool) -> bool:
     """Raise `MisfitError` unless the adapter gives this output and its gradients.
 
-    False if that can't be told, because a number is not finite.
+    False if that can't be told, because a number is not finite or there are none.
     """
     parameters = module._parameters
     weight, bias = parameters["weight"], parameters.get("bias")
     assert weight is not None
     if not output.requires_grad:
         raise MisfitError("its output does not depend on its weight")
+    if output.is_meta:
+        return False
     with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
         conclusive = _same_output(layer, module, x, weight, bias, output)
         if conclusive and not layer.observed:
