@@ -94,6 +94,31 @@ def test_hooks_retained_gradients_and_random_numbers_are_left_alone() -> None:
     assert distance(*found) < 1e-12
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["position", "keyword"])
+def test_hooks_that_change_a_layers_input_or_output_are_part_of_the_graph(by_name: bool) -> None:
+    """Pre-hooks run before the call that is seen, other hooks after it: the layer is served."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return tuple(3 * a for a in args), {key: 3 * value for key, value in kwargs.items()}
+
+    found = []
+    for watch in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(5, 3).double()
+        module.register_forward_hook(lambda _, args, output: output.tanh())
+        optimizer = fop.FOP(module) if watch else None
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(lambda _, args, output: output * 2)
+        x = points()[0].requires_grad_()
+        output = module(input=x) if by_name else module(x)
+        output.pow(3).mean().backward()
+        found.append([x.grad, *of_parameters(module)])
+        if optimizer is not None:
+            optimizer.step()
+            assert list(fop.diagnostics(optimizer)) == [""]
+    assert distance(*found) < 1e-12
+
+
 def test_a_weight_that_its_input_depends_on_is_compared_in_its_last_call_alone() -> None:
     """A module called on its own output: the comparison must not go back beyond its input."""
     found = []
