@@ -126,7 +126,7 @@ OTHER_LAYERS = [
     Row(
         "Weights without elements",
         "fallback, named in the log",
-        "verify::test_empty_weights_use_the_fallback_optimizer",
+        "watched_models::test_empty_weights_use_the_fallback_optimizer",
     ),
     Row(
         "Random models of all these",
@@ -193,7 +193,7 @@ LOOPS = [
         "`torch.func`, `vmap`, forward-mode differentiation",
         "work, and leave no trace",
         "loops::test_function_transforms_work_and_leave_no_trace "
-        "verify::test_derivatives_of_any_mode_are_those_of_an_unwatched_model",
+        "watched_models::test_derivatives_of_any_mode_are_those_of_an_unwatched_model",
     ),
     Row("In-place activations", "as any", EXACT),
     Row(
@@ -223,8 +223,8 @@ LOOPS = [
         "Parameters or modules replaced after construction",
         "refused with the name, unless there is nothing to train",
         "loops::test_a_replaced_parameter_is_named "
-        "verify::test_a_replaced_module_is_named_at_the_next_step "
-        "verify::test_replaced_modules_that_need_no_training_are_fine",
+        "watched_models::test_a_replaced_module_is_named_at_the_next_step "
+        "watched_models::test_replaced_modules_that_need_no_training_are_fine",
     ),
     Row(
         "Averages of weights (`AveragedModel`), deep copies",
