@@ -111,8 +111,22 @@ OTHER_LAYERS = [
     Row(
         "A weight used without its module",
         "refused, or where calls come too, a warning, with the layer's name",
-        "errors::test_a_layer_without_statistics_is_named_and_can_be_skipped "
+        "bypassed_layers::test_they_use_the_fallback_and_the_other_layers_keep_their_curvature "
         "tied_weights::test_a_weight_tied_without_a_module_is_named",
+    ),
+    Row(
+        "Modules with other code or geometry than their type's (`layer.forward = ...`, "
+        "`_conv_forward`, `__class__`, `padding_mode` and such), at any time",
+        "geometry as it is at the call; code that computes the same is served, other code is found "
+        "at its first call: the layer is disabled and named, and its gradients are torch's",
+        "adapters::test_gradients_are_torchs_whatever_a_module_computes "
+        "adapters::test_geometry_is_read_at_the_call "
+        "adapters::test_code_of_others_that_computes_the_same_is_served",
+    ),
+    Row(
+        "Weights without elements",
+        "fallback, named in the log",
+        "watched_models::test_empty_weights_use_the_fallback_optimizer",
     ),
     Row(
         "Random models of all these",
@@ -176,9 +190,10 @@ LOOPS = [
         "compile::test_a_compiled_training_step_is_the_plain_one",
     ),
     Row(
-        "`torch.func`, `vmap`",
+        "`torch.func`, `vmap`, forward-mode differentiation",
         "work, and leave no trace",
-        "loops::test_function_transforms_work_and_leave_no_trace",
+        "loops::test_function_transforms_work_and_leave_no_trace "
+        "watched_models::test_derivatives_of_any_mode_are_those_of_an_unwatched_model",
     ),
     Row("In-place activations", "as any", EXACT),
     Row(
@@ -205,9 +220,11 @@ LOOPS = [
         "loops::test_state_follows_a_model_that_is_cast",
     ),
     Row(
-        "Parameters replaced after construction",
-        "refused with the layer's name",
-        "loops::test_a_replaced_parameter_is_named",
+        "Parameters or modules replaced after construction",
+        "refused with the name, unless there is nothing to train",
+        "loops::test_a_replaced_parameter_is_named "
+        "watched_models::test_a_replaced_module_is_named_at_the_next_step "
+        "watched_models::test_replaced_modules_that_need_no_training_are_fine",
     ),
     Row(
         "Averages of weights (`AveragedModel`), deep copies",

@@ -28,7 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
 from fop.hooks import TrackedCall, WatchingHook, in_transform, wanted
-from fop.layers import IN_ROLES, ROLES, ProjectionLayer, Role, attention_parameters
+from fop.layers import (
+    IN_ROLES,
+    ROLES,
+    ProjectionLayer,
+    Role,
+    attention_parameters,
+    has_own_forward,
+)
 
 Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[LayerCapture]]]
 
@@ -160,7 +167,7 @@ class _Call:
 
     def _track(self, role: Role, x: Tensor, output: Tensor) -> Tensor:
         """The output, with a backward that is captured; x and output [positions, examples, ...]."""
-        if role not in self._tracked:
+        if role not in self._tracked or in_transform(output):
             return output
         layer, capture = self._tracked[role]
         parameters = (self._weights[role], self._biases[role])
@@ -224,7 +231,13 @@ def _mark_query(
         for role, projection in projections.items()
         if wanted(projection[1], attention_parameters(module, role)[0], inputs.get(role, query))
     }
-    if not tracked:
+    if not tracked or in_transform(*(inputs[role] for role in IN_ROLES)):
+        return None
+    if has_own_forward(module):
+        for _, reference in tracked.values():
+            capture = reference()
+            if capture is not None:
+                capture.disable("its attention has a forward of its own")
         return None
     _refuse_backward_hooks(name, module)
     marked = _Call(tracked).mark(query)

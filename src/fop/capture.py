@@ -169,6 +169,7 @@ class LayerCapture:
         self._pending: _Pending | None = None
         self._seen: _SeenGradient | None = None
         self.given_up = False  # nothing sensible can be captured: the engine says why
+        self.misfit: str | None = None  # why this rank left the layer to autograd; see disable()
         self.saw_empty = self.saw_examples = False  # what calls since the last step brought
         self.replaced = False  # the module was called with another parameter in its place
         self.bypassed = False  # a gradient came without a call of the module
@@ -226,8 +227,25 @@ class LayerCapture:
         return self.weight if self.unsharded is None else self.unsharded
 
     @property
+    def disabled(self) -> bool:
+        """Whether this rank captures nothing any more; autograd alone computes the gradient."""
+        return self.given_up or self.misfit is not None
+
+    @property
     def _expecting(self) -> bool:
-        return not self.given_up and (self.plan.halves != "none" or self.wants_sums)
+        return not self.disabled and (self.plan.halves != "none" or self.wants_sums)
+
+    def use(self, layer: Layer) -> None:
+        """Go on with an adapter of changed geometry."""
+        before = self.shape
+        self.layer = layer
+        if self.shape != before:
+            self.sums = None
+
+    def disable(self, reason: str) -> None:
+        """Leave the layer to autograd from now on. The engine makes that known, and ranks agree."""
+        self.misfit = reason
+        self.reset()
 
     def sum_shapes(self) -> list[tuple[int, ...]]:
         """Of the curvature sums of inputs, outputs and, if wanted, squares; also without any."""

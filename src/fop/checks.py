@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fop.block import Block
 from fop.distributed import Counts
+
+
+class ModuleTree:
+    """Where the modules with parameters were when the optimizer was built."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (f"{name}.{key}" if name else key, parent._modules, key, child)
+            for name, parent in model.named_modules()
+            for key, child in parent._modules.items()
+            if child is not None and next(child.parameters(), None) is not None
+        ]
+
+    def replaced(self, known: Container[Tensor]) -> Exception | None:
+        """An error that names a module in the place of another, with parameters to train."""
+        for name, modules, key, child in self._places:
+            module = modules.get(key)
+            if module is child or module is None:
+                continue
+            # It may be around the other one, or frozen.
+            if any(p.grad is not None and p not in known for p in module.parameters()):
+                return RuntimeError(
+                    f"module {name!r} was replaced by another {type(module).__name__} after the "
+                    "optimizer was built, so the new one would not be trained: build the "
+                    "optimizer again, or load new values into the old module "
+                    "(module.load_state_dict(...))"
+                )
+        return None
 
 
 def find_problem(
     blocks: Sequence[Block],
     gradients: Mapping[Tensor, Tensor],
     options: Mapping[Tensor, Mapping[str, Any]],
+    tree: ModuleTree,
 ) -> Exception | None:
     """The first problem of this rank: returned, not raised, so that other ranks can be told."""
-    return _sparse(gradients, options) or _replaced(blocks, gradients)
+    return _sparse(gradients, options) or _replaced(blocks, gradients) or tree.replaced(options)
 
 
 def _sparse(

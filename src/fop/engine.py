@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerMatrix
-from fop.checks import bypassed_layers, find_problem
+from fop.checks import ModuleTree, bypassed_layers, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
 from fop.linalg import all_finite, on_host
@@ -46,8 +46,9 @@ TYPICAL_INTERVAL = 10
 class Engine:
     """The blocks of one model, and what the last step found out about them."""
 
-    def __init__(self, settings: Settings, exchange: Exchange) -> None:
+    def __init__(self, settings: Settings, exchange: Exchange, model: nn.Module) -> None:
         self.settings = settings
+        self._tree = ModuleTree(model)
         self.exchange = exchange
         self._curvature = make_curvature(settings.curvature, settings.damping_mode)
         # The blocks of a norm layer are small enough to be damped exactly in any case.
@@ -191,7 +192,7 @@ class Engine:
         options = {parameter: group for group in groups for parameter in group["params"]}
         trained: list[Tensor] = list(self.exchange.trained(options))
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
-        problem = find_problem(self.blocks, gradients, options)
+        problem = find_problem(self.blocks, gradients, options, self._tree)
         if not trained:
             if problem is not None:
                 raise problem
@@ -218,6 +219,8 @@ class Engine:
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
         with_sums = []
+        self._disable_misfits(reading)
+        expecting = [block for block in expecting if not block.capture.given_up]
         if reading is not None:
             counts = {block: reading.counts[block] for block in expecting}
             bypassed = bypassed_layers(counts, self.blocks)
@@ -225,7 +228,7 @@ class Engine:
             self.notices.never_called(bypassed)
             with_sums = [block for block in expecting if counts[block].examples]
         covered = _covered(active)
-        others = [p for p in trained if covered.get(p, 0) < p.numel()]
+        others = [p for p in trained if p not in covered or covered[p] < p.numel()]
         gathered = self.exchange.gather(
             Request(active, with_sums, others, totals, self.settings.needs_halves, loss_scale)
         )
@@ -341,6 +344,23 @@ class Engine:
                 self._disable([block])
                 self.notices.given_up(block)
 
+    def _disable_misfits(self, reading: Reading | None) -> None:
+        """Give up layers whose adapter does not fit what their module computes.
+
+        Ranks agree on that when they read the totals; until then nothing is captured by those that
+        have found it.
+        """
+        for block in self.blocks:
+            capture = block.capture
+            found = capture.misfit is not None
+            if self.exchange.ranks > 1:
+                counts = None if reading is None else reading.counts.get(block)
+                found = counts is not None and counts.misfits > 0
+            if found and not capture.given_up:
+                capture.misfit = capture.misfit or "another rank found that its adapter is wrong"
+                self._disable([block])
+                self.notices.misfit(block)
+
     def _refresh(
         self,
         fresh: list[Block],
@@ -404,7 +424,7 @@ class Engine:
 
         def compute(block: Block) -> Sequence[Tensor]:
             average = self._unscaled(gathered.average(block))
-            if not self._usable(block, state):
+            if block.capture.given_up or not self._usable(block, state):
                 return average
             metric = block.curvature.metric(block.state_in(state))
             update, found = self._direction(block, average, gathered, metric)

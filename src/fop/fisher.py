@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
+from fop.hooks import in_transform, watched_by
 from fop.settings import Settings
 
 
@@ -124,7 +125,7 @@ class ExtraPass:
         return [
             capture
             for capture in self._captures
-            if capture.wants_sums and capture.weight.requires_grad
+            if capture.wants_sums and capture.weight.requires_grad and not capture.disabled
         ]
 
     def expect(self, module: nn.Module, output: Any) -> None:
@@ -132,7 +133,7 @@ class ExtraPass:
         if not self.wanting():
             return
         logits = find_output(module, output, self._pick)
-        if logits.numel() == 0 or not logits.requires_grad:
+        if logits.numel() == 0 or not logits.requires_grad or in_transform(logits):
             return
         self._check(logits)
         self._passes += 1
@@ -240,9 +241,11 @@ class OutputHook:
 
 def _expect(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> None:
     extra_pass = reference()
-    if extra_pass is not None:
+    if extra_pass is not None and not in_transform():
         extra_pass.expect(module, output)
 
 
 def attach_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:
-    return model.register_forward_hook(OutputHook(extra_pass), prepend=True)
+    # Before hooks of the user that change the output, but after that of a layer, which starts the
+    # graph anew, where the model is one itself.
+    return model.register_forward_hook(OutputHook(extra_pass), prepend=not watched_by(model))

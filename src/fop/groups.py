@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from fop.layers import ROLES, Layer, ProjectionLayer, Role, attention_parameters, layer_for
+from fop.layers import (
+    ROLES,
+    Layer,
+    ProjectionLayer,
+    Role,
+    attention_parameters,
+    has_own_forward,
+    layer_for,
+)
 from fop.scaling import Number
 from fop.shards import check_shards
 
@@ -89,6 +97,8 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
         uses = _uses(sharing, sequence_first, norms=norms)
         if weight is None:
             reason: str | None = "its weight is computed by a parametrization"
+        elif weight.numel() == 0:
+            reason = "its weight is empty"
         else:
             reason = layer.refusal(module)
             if reason is None and not inside_attention.isdisjoint(sharing):
@@ -122,10 +132,12 @@ def _attention_layers(
         weight, bias = attention_parameters(module, role)
         users = [other for other in attentions if attention_parameters(other, role)[0] is weight]
         reason = None
-        if type(module).forward is not nn.MultiheadAttention.forward:
+        if has_own_forward(module):
             reason = f"{type(module).__name__} has a forward of its own"
         elif weight is None:
             reason = "its weight is computed by a parametrization"
+        elif weight.numel() == 0:
+            reason = "its weight is empty"
         elif not _only_these(owners[weight], users, role, skipped):
             reason = "it shares parameters with a module of another kind, or one that is skipped"
         place = f"{name}.{role}" if name else role
@@ -149,9 +161,8 @@ def _only_these(
 ) -> bool:
     """Whether a weight is held by these attentions alone, and all of them are preconditioned."""
     expected: list[nn.Module] = [u.out_proj if role == "out_proj" else u for u in users]
-    own_forward = all(type(u).forward is nn.MultiheadAttention.forward for u in users)
     return (
-        own_forward
+        not any(has_own_forward(user) for user in users)
         and skipped.isdisjoint(expected)
         and len(holders) == len(expected)
         and all(holder in expected for holder in holders)

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
 from fop.layers import Layer, NormLayer
+from fop.verify import VerifiedLayer
 
 
 class TrackedCall(torch.autograd.Function):
@@ -44,7 +46,7 @@ class TrackedCall(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: Layer = ctx.layer
-        capture: LayerCapture | None = ctx.capture()  # None once the optimizer is gone
+        capture = _collecting(ctx.capture)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Like the operation itself, the backward runs in the precision of the output, whatever
         # autocast is about.
@@ -89,7 +91,7 @@ class ObservedCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        capture: LayerCapture | None = ctx.capture()
+        capture = _collecting(ctx.capture)
         if capture is not None:
             with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
                 layer, weight, has_bias = ctx.layer, capture.in_graph, capture.bias is not None
@@ -102,6 +104,12 @@ class ObservedCall(torch.autograd.Function):
                 elif capture.wants_sums:
                     capture.hold_sums(layer, examples, examples)
         return grad, None, None, None, None
+
+
+def _collecting(reference: weakref.ref[LayerCapture]) -> LayerCapture | None:
+    """The capture; None once the optimizer is gone, or the layer is disabled."""
+    capture = reference()
+    return capture if capture is not None and not capture.disabled else None
 
 
 @dataclass
@@ -131,7 +139,7 @@ class _Gradients:
         rest = slice(first, None)
         if self.needs_weight and one[0].dtype == self.outputs.dtype:
             inputs, outputs = self.inputs[rest], self.outputs[rest]
-            total = [self.layer.add_weight_gradient(one[0], outputs, inputs, self.weights)]
+            total = [self.layer._add_weight_gradient(one[0], outputs, inputs, self.weights)]
             if self.needs_bias:
                 total.append(one[1] + self.layer.bias_gradient(outputs))
         else:  # sums are more precise in the parameter's type than in the one of autocast
@@ -189,7 +197,7 @@ class LayerHook(WatchingHook):
         sequence_first: bool = False,
     ) -> None:
         self._capture = weakref.ref(capture) if capture is not None else None
-        self._layer = layer
+        self._adapter = VerifiedLayer(layer) if layer is not None else None
         self._curvature = curvature
         self._sequence_first = sequence_first
         self._track = torch.compiler.disable(_track) if capture is not None else None
@@ -200,21 +208,21 @@ class LayerHook(WatchingHook):
         return None if capture is None else capture.plan
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
         if self._track is None or not torch.is_grad_enabled():
             return None
-        x = args[0] if args else kwargs["input"]
-        swap = self._sequence_first and x.dim() == 3
+        x = args[0] if args else kwargs.get("input")
         tracked: Tensor | None = self._track(
             self._capture,
-            self._layer,
+            self._adapter,
             self._curvature,
             module,
-            x.transpose(0, 1) if swap else x,
-            output.transpose(0, 1) if swap else output,
+            x,
+            output,
+            self._sequence_first,
         )
-        return tracked.transpose(0, 1) if swap and tracked is not None else tracked
+        return tracked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
         return LayerHook()
@@ -223,9 +231,14 @@ class LayerHook(WatchingHook):
         return LayerHook, ()
 
 
-def in_transform() -> bool:
-    """Inside torch.func's transforms no gradient reaches p.grad: there is nothing to capture."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def in_transform(*tensors: Tensor) -> bool:
+    """Whether torch.func's transforms are at work, or forward-mode differentiation of a tensor.
+
+    No gradient of the former reaches p.grad, and neither can go through `TrackedCall`.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def wanted(reference: weakref.ref[LayerCapture], weight: Tensor | None, x: Tensor) -> bool:
@@ -240,15 +253,28 @@ def wanted(reference: weakref.ref[LayerCapture], weight: Tensor | None, x: Tenso
 
 def _track(
     reference: weakref.ref[LayerCapture],
-    layer: Layer,
+    adapter: VerifiedLayer,
     curvature: bool,
     module: nn.Module,
-    x: Tensor,
-    output: Tensor,
+    x: Any,
+    output: Any,
+    sequence_first: bool,
 ) -> Tensor | None:
-    weight = module._parameters.get("weight")
-    if in_transform() or not wanted(reference, weight, x):
+    weight, capture = module._parameters.get("weight"), reference()
+    if capture is None or in_transform():
         return None
+    if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+        if capture.tracks(weight):
+            capture.disable("its forward does not take one tensor and return one")
+        return None
+    if in_transform(output) or not wanted(reference, weight, x):
+        return None
+    layer = adapter.at_call(module, x, output, capture)
+    if layer is None:
+        return None
+    swap = sequence_first and x.dim() == 3
+    if swap:
+        x, output = x.transpose(0, 1), output.transpose(0, 1)
     tracked: Tensor
     if isinstance(layer, NormLayer):
         statistics = layer.statistics(module)
@@ -260,7 +286,7 @@ def _track(
         tracked = TrackedCall.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, layer, curvature, reference, (output,)
         )
-    return tracked
+    return tracked.transpose(0, 1) if swap else tracked
 
 
 def watch_module(
@@ -316,7 +342,12 @@ def watch_gradient(capture: LayerCapture) -> RemovableHandle | RemovableHandles:
 def take_over(modules: Iterable[nn.Module]) -> None:
     """Retire the optimizers that capture from these modules already: the newest one wins."""
     for module in modules:
-        hooks: list[object] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        for hook in hooks:
-            if isinstance(hook, WatchingHook) and hook.plan is not None:
-                hook.plan.retire()
+        for plan in watched_by(module):
+            plan.retire()
+
+
+def watched_by(module: nn.Module) -> list[CapturePlan]:
+    """The plans of the living optimizers that capture from this module."""
+    hooks: list[object] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    plans = [hook.plan for hook in hooks if isinstance(hook, WatchingHook)]
+    return [plan for plan in plans if plan is not None]

@@ -67,6 +67,14 @@ class Notices:
             f"skip=[{block.name!r}] to train it by the fallback rule.",
         )
 
+    def misfit(self, block: Block) -> None:
+        self._once(
+            f"misfit {block.name}",
+            f"layer {block.name!r} is disabled, because {block.capture.misfit}. Its gradient is "
+            "torch's own, and follows no curvature. Pass "
+            f"skip=[{block.module_name!r}] to have it use the fallback optimizer from the start.",
+        )
+
     def unknown_scale(self) -> None:
         self._once(
             "unknown scale",

@@ -99,7 +99,7 @@ class SecondOrderOptimizer(Optimizer):
             settings.difference_dtype,
             lambda: describe(self, settings, self._model, self._skip, [f.name for f in layers]),
         )
-        self._engine = Engine(settings, self._exchange)
+        self._engine = Engine(settings, self._exchange, self._model)
         take_over(use.module for found in layers for use in found.uses)
         # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
         self._engine_step = torch.compiler.disable(self._engine.step)

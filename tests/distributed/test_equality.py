@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -198,6 +199,47 @@ def a_layer_that_is_given_up(rank: Rank) -> None:
             assert_same(found, expected)
 
 
+def a_layer_that_one_rank_disables(rank: Rank) -> None:
+    """All ranks agree on it, and it follows the average of their plain gradients."""
+
+    def changed(model: nn.Module, index: int) -> nn.Module:
+        last: Any = model.last
+        forward = last.forward
+        if index == rank.ranks - 1:
+            last.forward = lambda x: 2 * forward(x)
+        return model
+
+    expected: list[torch.Tensor] = []
+    for index, (x, y) in enumerate(batches(sizes(rank))):
+        plain = changed(net(), index)
+        cross_entropy(plain(x), y).backward()
+        grads = [p.grad / rank.ranks for p in plain.last.parameters()]
+        expected = [a + b for a, b in zip(expected, grads, strict=True)] if expected else grads
+    for wrapped in DDP:
+        model = net()
+        module = DistributedDataParallel(model) if wrapped else model
+        optimizer = fop.FOP(module, lr=0.1, momentum=0.0, kl_clip=None, fallback="sgd")
+        changed(model, rank.index)
+        before = [p.detach().clone() for p in model.last.parameters()]
+        x, y = batches(sizes(rank))[rank.index]
+        cross_entropy(module(x), y).backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "layer 'last' is disabled")
+            optimizer.step()
+        steps = [(old - p) / 0.1 for old, p in zip(before, model.last.parameters(), strict=True)]
+        assert distance(steps, expected) < 1e-10
+        for step in range(1, 12):  # on one of these curvature is refreshed
+            optimizer.zero_grad()
+            x, y = batches(sizes(rank), seed=step)[rank.index]
+            cross_entropy(module(x), y).backward()
+            optimizer.step()
+        assert [b.name for b in optimizer._engine.blocks if b.capture.given_up] == ["last"]
+        mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+        largest = mine.clone()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        assert torch.equal(mine, largest)
+
+
 def more_ranks_than_layers(rank: Rank) -> None:
     def one_layer() -> nn.Module:
         torch.manual_seed(0)
@@ -340,6 +382,7 @@ CHECKS: tuple[Check, ...] = (
     attention,
     ekfac,
     a_layer_that_is_given_up,
+    a_layer_that_one_rank_disables,
     more_ranks_than_layers,
     other_halves,
     the_dense_reference,

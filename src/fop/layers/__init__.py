@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from fop.layers.attention import IN_ROLES, ROLES, ProjectionLayer, Role, attention_parameters
+from fop.layers.attention import (
+    IN_ROLES,
+    ROLES,
+    ProjectionLayer,
+    Role,
+    attention_parameters,
+    has_own_forward,
+)
 from fop.layers.base import Layer
 from fop.layers.conv import ConvLayer, ConvTransposeLayer
 from fop.layers.embedding import EmbeddingLayer
@@ -39,15 +46,22 @@ NORM_TYPES: dict[type[nn.Module], type[NormLayer]] = {
 def layer_for(module: nn.Module, *, norms: bool = False) -> Layer | None:
     """The adapter of a module, or None where its type is not supported.
 
-    A subclass counts only if it computes the same thing as its base, that is, inherits its forward.
+    A subclass counts only if it inherits its base's forward. What else may change what a module
+    computes is found by its calls (`fop/verify.py`).
     """
-    types: dict[type[nn.Module], type[Layer]] = {**LAYER_TYPES, **(NORM_TYPES if norms else {})}
-    if norms and type(module) in NORM_TYPES and module._parameters.get("weight") is None:
-        return None  # a normalisation without parameters
-    for module_type, layer_type in types.items():
-        if isinstance(module, module_type) and type(module).forward is module_type.forward:
-            return layer_type(module)
-    return None
+    known = supported_type(type(module))
+    if known is None or type(module).forward is not known.forward:
+        return None
+    if known in LAYER_TYPES:
+        return LAYER_TYPES[known](module)
+    if not norms or module._parameters.get("weight") is None:  # the latter has no parameters
+        return None
+    return NORM_TYPES[known](module)
+
+
+def supported_type(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The nearest base of a module's class, or itself, that there is an adapter for."""
+    return next((base for base in kind.__mro__ if base in LAYER_TYPES or base in NORM_TYPES), None)
 
 
 __all__ = [
@@ -60,5 +74,7 @@ __all__ = [
     "ProjectionLayer",
     "Role",
     "attention_parameters",
+    "has_own_forward",
     "layer_for",
+    "supported_type",
 ]

@@ -41,6 +41,11 @@ class ProjectionLayer(LinearLayer):
         return tensor[self._bias_rows]
 
 
+def has_own_forward(module: nn.MultiheadAttention) -> bool:
+    """Whether a call runs other code than torch's, by a subclass or on this module alone."""
+    return type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module)
+
+
 def attention_parameters(
     module: nn.MultiheadAttention, role: Role
 ) -> tuple[nn.Parameter | None, nn.Parameter | None]:

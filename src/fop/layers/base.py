@@ -24,7 +24,11 @@ from fop.symmetric import BlockRow
 
 
 class Layer(ABC):
-    """The geometry of one module. Holds numbers copied from the module, never the module itself."""
+    """The geometry of one module. Holds numbers copied from the module, never the module itself.
+
+    It is built at every call and compared with the one before, which is how a changed module is
+    noticed; so building it is cheap.
+    """
 
     groups: int = 1
     indexed: bool = False  # inputs are indices that stand for one-hot rows
@@ -39,6 +43,13 @@ class Layer(ABC):
     def refusal(cls, module: nn.Module) -> str | None:
         """Why a module of a supported type can't be preconditioned all the same."""
         return None
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
+        """What the module computes, with examples in dimension 0: what verify.py compares.
+
+        The output is given for its sizes only.
+        """
 
     def prepare(self, x: Tensor) -> Tensor:
         """Differentiable preprocessing (padding) of the input, before the layer proper."""
@@ -60,8 +71,8 @@ class Layer(ABC):
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Gradient of the weight summed over the examples given."""
 
-    def add_weight_gradient(self, onto: Tensor, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The sum of `onto` and the gradient of further examples."""
+    def _add_weight_gradient(self, onto: Tensor, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The sum of `onto` and the gradient of further examples; not for adapters of others."""
         return onto + self.weight_gradient(grad, x, weight)
 
     @abstractmethod

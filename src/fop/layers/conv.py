@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,14 @@ class _AnyConvolution(Layer):
     def __init__(self, module: nn.Module) -> None:
         assert isinstance(module, (Convolution, TransposedConvolution))
         self.groups = module.groups
-        self.kernel: Sizes = tuple(module.kernel_size)
-        self.stride: Sizes = tuple(module.stride)
-        self.dilation: Sizes = tuple(module.dilation)
+        self.kernel: Sizes = tuple(module.weight.shape[2:])
         self.dimensions = len(self.kernel)
+        self.stride = self._sizes(module.stride)
+        self.dilation = self._sizes(module.dilation)
+
+    def _sizes(self, value: Any) -> Sizes:
+        """One number for each dimension; torch takes one for all of them, too."""
+        return (value,) * self.dimensions if isinstance(value, int) else tuple(value)
 
     @property
     def reach(self) -> Sizes:
@@ -45,6 +50,11 @@ class _AnyConvolution(Layer):
 
     @abstractmethod
     def output_padding(self, grad: Tensor, x: Tensor) -> Sizes: ...
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
+        geometry = (self.stride, self.padding, self.dilation, self.transposed)
+        sizes = self.output_padding(output, x)
+        return torch.convolution(self.prepare(x), weight, bias, *geometry, sizes, self.groups)
 
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         if x.dim() == self.dimensions + 2:
@@ -98,12 +108,24 @@ class ConvLayer(_AnyConvolution):
         super().__init__(module)
         assert isinstance(module, Convolution)
         self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        # Torch's order, last dimension first, with "same" and "valid" already worked out.
-        amounts: list[int] = list(module._reversed_padding_repeated_twice)
+        amounts = self._amounts(module)
         left, right = amounts[0::2], amounts[1::2]
         alike = self._mode == "constant" and left == right
         self._pad_first = None if alike else amounts
         self.padding = tuple(reversed(left)) if alike else (0,) * self.dimensions
+
+    def _amounts(self, module: Convolution) -> list[int]:
+        """Of padding, in the order of F.pad: last dimension first, before and after.
+
+        Torch reads `padding` at a call, unless it pads with something else than zeros.
+        """
+        if self._mode != "constant":
+            return list(module._reversed_padding_repeated_twice)
+        if module.padding == "same":
+            return [part for all_ in reversed(self.reach) for part in (all_ // 2, all_ - all_ // 2)]
+        if module.padding == "valid":
+            return [0] * (2 * self.dimensions)
+        return [amount for amount in reversed(self._sizes(module.padding)) for _ in range(2)]
 
     def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
         return (0,) * self.dimensions
@@ -123,7 +145,7 @@ class ConvTransposeLayer(_AnyConvolution):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         assert isinstance(module, TransposedConvolution)
-        self.padding = tuple(int(amount) for amount in module.padding)
+        self.padding = self._sizes(module.padding)
 
     def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
         """Read off the sizes, because a call may ask for another output_size than the module's."""

@@ -8,6 +8,7 @@ weight.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fop.layers.base import Layer
@@ -28,6 +29,9 @@ class EmbeddingLayer(Layer):
             if getattr(module, option):
                 return f"it has {option}={getattr(module, option)}"
         return None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
+        return F.embedding(x, weight)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x  # indices

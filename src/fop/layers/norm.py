@@ -41,6 +41,22 @@ class NormLayer(Layer):
     def normalised(self, x: Tensor, statistics: Any) -> Tensor:
         """z, shaped like the input."""
 
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        output: Tensor,
+        statistics: Any = None,
+    ) -> Tensor:
+        shape = self.unit_shape(x)
+        scaled = self.normalised(x, statistics) * weight.reshape(shape)
+        return scaled if bias is None else scaled + bias.reshape(shape)
+
+    @abstractmethod
+    def unit_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of a weight that is broadcast over the input."""
+
     def statistics(self, module: nn.Module) -> Any:
         """What the normalisation rests on besides the input, as of the forward pass."""
         return None
@@ -94,6 +110,9 @@ class LayerNormLayer(NormLayer):
         self._shape = list(module.normalized_shape)
         self._centred = isinstance(module, nn.LayerNorm)
 
+    def unit_shape(self, x: Tensor) -> tuple[int, ...]:
+        return tuple(self._shape)
+
     def units_last(self, x: Tensor) -> Tensor:
         if x.dim() == len(self._shape):
             return x.reshape(1, 1, -1)
@@ -108,6 +127,9 @@ class LayerNormLayer(NormLayer):
 
 class _ChannelNormLayer(NormLayer):
     """Inputs [n, units, ...]."""
+
+    def unit_shape(self, x: Tensor) -> tuple[int, ...]:
+        return (1, self.groups, *(1,) * (x.dim() - 2))
 
     def units_last(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], self.groups, -1).transpose(1, 2)
