@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import LayerCapture
-from fop.hooks import TrackedCall, WatchingHook, in_transform, wanted
+from fop.hooks import TrackedCall, WatchingHook, fit, in_transform, wanted
 from fop.layers import IN_ROLES, ROLES, ProjectionLayer, Role, attention_parameters
 
 Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[LayerCapture]]]
@@ -85,8 +85,9 @@ def _plain(tensor: Any) -> Any:
 class _Call:
     """One call of attention. Of its tensors it keeps only weights, so no cycle holds a graph."""
 
-    def __init__(self, tracked: Projections) -> None:
+    def __init__(self, tracked: Projections, *, batch_first: bool) -> None:
         self._tracked = tracked
+        self._batch_first = batch_first
         self._weights: dict[Role, Tensor] = {}
         self._biases: dict[Role, Tensor | None] = {}
         self._packed: tuple[Tensor, Tensor | None] | None = None
@@ -162,10 +163,18 @@ class _Call:
         """The output, with a backward that is captured; x and output [positions, examples, ...]."""
         if role not in self._tracked:
             return output
-        layer, capture = self._tracked[role]
+        projection, reference = self._tracked[role]
+        capture, x = reference(), x.transpose(0, 1)
+        if capture is None:
+            return output
+        examples, sequence_first = capture.plan.examples, not self._batch_first
+        layout = examples.declared(projection, x, sequence_first=sequence_first)
+        layer = fit(capture, projection, layout)
+        if layer is None:
+            return output
         parameters = (self._weights[role], self._biases[role])
         tracked: Tensor = TrackedCall.apply(  # type: ignore[no-untyped-call]
-            x.transpose(0, 1), *parameters, layer, True, capture, (output.transpose(0, 1),)
+            x, *parameters, layer, True, reference, (output.transpose(0, 1),)
         )
         return tracked.transpose(0, 1)
 
@@ -226,7 +235,7 @@ def _mark_query(
     if not tracked:
         return None
     _refuse_backward_hooks(name, module)
-    marked = _Call(tracked).mark(query)
+    marked = _Call(tracked, batch_first=module.batch_first).mark(query)
     return (
         tuple(marked if value is query else value for value in args),
         {key: marked if value is query else value for key, value in kwargs.items()},

@@ -26,9 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from fop.capture import CapturePlan, LayerCapture
 
 
-def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
-    """Gradient at the output [n, ...] with labels drawn from the model itself."""
-    weight = math.sqrt(_term_weight(output, likelihood, reduction))
+def sampled_gradient(output: Tensor, likelihood: str, reduction: str, rows: int = 1) -> Tensor:
+    """Gradient at the output [n, ...] with labels drawn from the model itself.
+
+    `rows` of dimension 0 belong to each example, one after the other.
+    """
+    weight = math.sqrt(_term_weight(output, likelihood, reduction, rows))
     if likelihood == "gaussian":
         return torch.randn_like(output) * (math.sqrt(2) * weight)
     if likelihood == "bernoulli":
@@ -43,15 +46,18 @@ def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
     return _classes_back(gradient * weight, output)
 
 
-def all_gradients(output: Tensor, likelihood: str, reduction: str) -> Iterator[Tensor]:
+def all_gradients(
+    output: Tensor, likelihood: str, reduction: str, rows: int = 1
+) -> Iterator[Tensor]:
     """Gradients at the output [n, ...] whose g g^T add up to each example's exact Fisher.
 
     One for every class of every position, or for every feature: as many backwards.
     """
-    weight = math.sqrt(_term_weight(output, likelihood, reduction))
+    weight = math.sqrt(_term_weight(output, likelihood, reduction, rows))
+    examples = output.shape[0] // rows
     if likelihood == "categorical":
         logits = _classes_last(output)
-        probability = logits.softmax(-1).reshape(output.shape[0], -1, logits.shape[-1])
+        probability = logits.softmax(-1).reshape(examples, -1, logits.shape[-1])
         positions, classes = probability.shape[1:]
         for position in range(positions):
             for label in range(classes):
@@ -68,15 +74,15 @@ def all_gradients(output: Tensor, likelihood: str, reduction: str) -> Iterator[T
     else:
         probability = output.sigmoid()
         deviation = (probability * (1 - probability)).sqrt() * weight
-    flat = deviation.reshape(output.shape[0], -1)
+    flat = deviation.reshape(examples, -1)
     for feature in range(flat.shape[1]):
         gradient = torch.zeros_like(flat)
         gradient[:, feature] = flat[:, feature]
         yield gradient.reshape(output.shape)
 
 
-def _term_weight(output: Tensor, likelihood: str, reduction: str) -> float:
-    terms = output[0].numel()
+def _term_weight(output: Tensor, likelihood: str, reduction: str, rows: int) -> float:
+    terms = output[0].numel() * rows
     if likelihood == "categorical":
         terms //= _classes_last(output).shape[-1]
     return 1.0 / terms if reduction == "mean" else 1.0
@@ -120,7 +126,13 @@ class ExtraPass:
             if capture.wants_sums and capture.weight.requires_grad
         ]
 
-    def run(self, output: Tensor) -> None:
+    def rows(self, output: Tensor) -> int:
+        """Of dimension 0 of the model's output, for each example of its inputs."""
+        forward = self._plan.examples.current
+        size = None if forward is None else forward.size
+        return output.shape[0] // size if size and output.shape[0] % size == 0 else 1
+
+    def run(self, output: Tensor, rows: int) -> None:
         captures = self.wanting()
         weights = list(dict.fromkeys(capture.in_graph for capture in captures))  # may be shared
         if not weights:
@@ -128,7 +140,7 @@ class ExtraPass:
         plan = self._plan
         plan.extra_pass_of, plan.extra_pass_first = torch._C._current_graph_task_id(), True
         try:
-            for gradient in self._gradients(output.detach()):
+            for gradient in self._gradients(output.detach(), rows):
                 torch.autograd.grad(output, weights, gradient, retain_graph=True, allow_unused=True)
                 plan.extra_pass_first = False
                 for capture in captures:
@@ -136,11 +148,11 @@ class ExtraPass:
         finally:
             plan.extra_pass_of = None
 
-    def _gradients(self, output: Tensor) -> Iterator[Tensor]:
+    def _gradients(self, output: Tensor, rows: int) -> Iterator[Tensor]:
         if self._exact:
-            yield from all_gradients(output, self._likelihood, self._reduction)
+            yield from all_gradients(output, self._likelihood, self._reduction, rows)
         else:
-            yield sampled_gradient(output, self._likelihood, self._reduction)
+            yield sampled_gradient(output, self._likelihood, self._reduction, rows)
 
 
 class _OutputProbe(torch.autograd.Function):
@@ -151,17 +163,17 @@ class _OutputProbe(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, extra_pass: weakref.ref[ExtraPass]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, extra_pass: weakref.ref[ExtraPass], rows: int) -> Tensor:
         ctx.save_for_backward(output)
-        ctx.extra_pass = extra_pass
+        ctx.extra_pass, ctx.rows = extra_pass, rows
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         extra_pass = ctx.extra_pass()
         if extra_pass is not None:
-            extra_pass.run(ctx.saved_tensors[0])
-        return grad, None
+            extra_pass.run(ctx.saved_tensors[0], ctx.rows)
+        return grad, None, None
 
 
 class OutputHook:
@@ -196,7 +208,9 @@ def _probe(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) ->
             f"{type(module).__name__} returned {type(output).__name__}: wrap the model so "
             'that it returns its logits, or use fisher="empirical"'
         )
-    probed: Tensor = _OutputProbe.apply(output, reference)  # type: ignore[no-untyped-call]
+    probed: Tensor = _OutputProbe.apply(  # type: ignore[no-untyped-call]
+        output, reference, extra_pass.rows(output)
+    )
     return probed
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import LayerCapture
-from fop.layers import Layer, NormLayer
+from fop.examples import TRANSPOSED, Examples, Layout
+from fop.layers import Layer, NormLayer, folded
 
 
 class TrackedCall(torch.autograd.Function):
@@ -199,19 +200,15 @@ class LayerHook(WatchingHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        if self._track is None or not torch.is_grad_enabled():
+        if self._track is None:
+            return None
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled evaluation
             return None
         x = args[0] if args else kwargs["input"]
-        swap = self._sequence_first and x.dim() == 3
         tracked: Tensor | None = self._track(
-            self._capture,
-            self._layer,
-            self._curvature,
-            module,
-            x.transpose(0, 1) if swap else x,
-            output.transpose(0, 1) if swap else output,
+            self._capture, self._layer, self._curvature, self._sequence_first, module, x, output
         )
-        return tracked.transpose(0, 1) if swap and tracked is not None else tracked
+        return tracked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerHook:
         return LayerHook()
@@ -239,13 +236,29 @@ def _track(
     reference: weakref.ref[LayerCapture],
     layer: Layer,
     curvature: bool,
+    sequence_first: bool,
     module: nn.Module,
     x: Tensor,
     output: Tensor,
 ) -> Tensor | None:
-    weight = module._parameters.get("weight")
-    if in_transform() or not wanted(reference, weight, x):
+    capture, weight = reference(), module._parameters.get("weight")
+    if capture is None or in_transform():
         return None
+    if not torch.is_grad_enabled():
+        # Reentrant activation checkpointing, which runs this call again, or evaluation.
+        if capture.plan.examples.current is not None:
+            _layout(capture, layer, x, sequence_first)
+        return None
+    # Also of calls that are not tracked, for what they tell about others.
+    layout = _layout(capture, layer, x, sequence_first)
+    if not wanted(reference, weight, x):
+        return None
+    fitted = fit(capture, layer, layout)
+    if fitted is None:
+        return None
+    layer = fitted
+    if layout.sequence_first:
+        x, output = x.transpose(0, 1), output.transpose(0, 1)
     tracked: Tensor
     if isinstance(layer, NormLayer):
         statistics = layer.statistics(module)
@@ -257,7 +270,23 @@ def _track(
         tracked = TrackedCall.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, layer, curvature, reference, (output,)
         )
-    return tracked
+    return tracked.transpose(0, 1) if layout.sequence_first else tracked
+
+
+def _layout(capture: LayerCapture, layer: Layer, x: Tensor, sequence_first: bool) -> Layout:
+    examples = capture.plan.examples
+    if sequence_first and x.dim() == 3:
+        examples.declared(layer, x.transpose(0, 1), sequence_first=True)
+        return TRANSPOSED
+    return examples.layout(layer, x, read=capture.wants_sums)
+
+
+def fit(capture: LayerCapture, layer: Layer, layout: Layout) -> Layer | None:
+    """The layer for such a call; None, and noted, where the call has no single examples."""
+    if layout.mismatch is not None:
+        capture.mismatch = layout.mismatch
+        return None
+    return folded(layer, layout.rows)
 
 
 def watch_module(
@@ -268,6 +297,61 @@ def watch_module(
     # First in line, so that hooks of the user that change the output stay part of the graph after
     # the layer's own.
     return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+
+
+class BatchHook:
+    """The hooks around the forward of a model; like `LayerHook` inert in a copy, never compiled."""
+
+    def __init__(self, examples: Examples | None = None, *, part: bool = False) -> None:
+        self._examples = weakref.ref(examples) if examples is not None else None
+        self._part = part
+        self._begin = torch.compiler.disable(_begin) if examples is not None else None
+        self._end = torch.compiler.disable(_end) if examples is not None else None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._begin is not None and torch.is_grad_enabled():
+            self._begin(self._examples, args, kwargs, self._part)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._end is not None and torch.is_grad_enabled():
+            self._end(self._examples)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
+        return BatchHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchHook, ()
+
+
+def _begin(
+    reference: weakref.ref[Examples], args: tuple[Any, ...], kwargs: dict[str, Any], part: bool
+) -> None:
+    examples = reference()
+    if examples is not None:
+        examples.begin(args, kwargs, part=part)
+
+
+def _end(reference: weakref.ref[Examples]) -> None:
+    examples = reference()
+    if examples is not None:
+        examples.end()
+
+
+def watch_batch(model: nn.Module, examples: Examples) -> RemovableHandles:
+    """Start watching what the model is called with; the handle stops it.
+
+    Also its parts, for training steps that call them one by one (`self.net(x)` in Lightning).
+    """
+    watched = RemovableHandles()
+    parts = [part for part in model.children() if next(part.children(), None) is not None]
+    for module in (model, *parts):
+        if module is model or not isinstance(module, nn.MultiheadAttention):
+            hook = BatchHook(examples, part=module is not model)
+            watched.add(
+                module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
+            )
+            watched.add(module.register_forward_hook(hook.after, always_call=True))
+    return watched
 
 
 class RemovableHandles:

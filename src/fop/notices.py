@@ -5,8 +5,10 @@ A problem that stops the step is an error, and lives in checks.py.
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +16,28 @@ from torch import Tensor
 from fop.block import Block
 from fop.scaling import Number
 
-# From here to the caller of step(): this file, two of the engine, the optimizer, torch's wrapper.
-CALLER_OF_STEP = 6
+logger = logging.getLogger("fop")
+
+# Whose lines are not the user's.
+LIBRARIES = frozenset(
+    {"fop", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate"}
+)
+
+
+def warn(message: str) -> None:
+    """A warning that points at the user's own line, however many calls of libraries are between."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _package(frame.f_globals) in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+def _package(module: Mapping[str, object]) -> str:
+    return str(module.get("__name__", "")).partition(".")[0]
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 class Notices:
@@ -27,25 +49,61 @@ class Notices:
     def _once(self, topic: str, message: str) -> None:
         if topic not in self._said:
             self._said.add(topic)
-            warnings.warn(f"{message} (Said once.)", RuntimeWarning, stacklevel=CALLER_OF_STEP)
+            warn(f"{message} (Said once.)")
 
     def not_inverted(self, blocks: Sequence[Block]) -> None:
         """Said every time, because it may pass or get worse."""
-        warnings.warn(
-            f"the curvature of {', '.join(repr(block.name) for block in blocks)} could not be "
+        warn(
+            f"the curvature of {listed(block.name for block in blocks)} could not be "
             "inverted, not even in float64 with more damping: the previous inverse is used where "
-            "there is one, else the plain gradient. If this repeats, raise damping.",
-            RuntimeWarning,
-            stacklevel=CALLER_OF_STEP - 1,
+            "there is one, else the plain gradient. If this repeats, raise damping."
         )
 
-    def given_up(self, block: Block) -> None:
-        self._once(
-            f"given up {block.name}",
-            f"embedding {block.name!r} is called with one row of indices for the whole batch, so "
-            "it sees no single examples: it follows its plain gradient with momentum. Pass "
-            f"skip=[{block.name!r}] to train it by the fallback rule.",
-        )
+    def mismatches(self, blocks: Sequence[Block]) -> None:
+        """Of layers some of whose calls had no single examples."""
+        found = {b: b.capture.mismatch for b in blocks if b.capture.mismatch is not None}
+        self._no_examples({b: f"{rows} of {size}" for b, (rows, size) in found.items()})
+
+    def called_once(self, blocks: Sequence[Block], usual: float) -> None:
+        self._no_examples(dict.fromkeys(blocks, f"1 of {usual:g}"))
+
+    def _no_examples(self, numbers: Mapping[Block, str]) -> None:
+        new = {b: text for b, text in numbers.items() if f"no examples {b.name}" not in self._said}
+        self._said |= {f"no examples {block.name}" for block in new}
+        tables = {block: text for block, text in new.items() if block.layer.indexed}
+        if tables:  # as expected of position embeddings
+            logger.info(
+                "%s: looked up once for the whole batch, as position embeddings are, so there are "
+                "no gradients of single examples: uses the fallback optimizer (rows of a call, and "
+                "examples of the batch: %s)",
+                listed(block.name for block in tables),
+                _with_names(tables),
+            )
+        others = {block: text for block, text in new.items() if block not in tables}
+        if others:
+            names = listed(block.name for block in others)
+            warn(
+                f"layers {names} are called with rows that don't belong to single examples of the "
+                "batch: once for the whole batch, say, or for a selection of rows. Half-batch "
+                "gradients and curvature are not known, and they use the fallback optimizer (rows "
+                f"of a call, and examples of the batch: {_with_names(others)}). Pass skip=[{names}]"
+                " to choose that from the start. (Said once.)"
+            )
+
+    def other_counts(self, seen: Mapping[Block, float], usual: float) -> None:
+        new = {b: n for b, n in seen.items() if f"other count {b.name}" not in self._said}
+        self._said |= {f"other count {block.name}" for block in new}
+        if new:
+            names = listed(block.name for block in new)
+            counts = _with_names({block: f"{number:g}" for block, number in new.items()})
+            warn(
+                f"layers {names} saw another number of examples per backward pass than most: "
+                f"{counts}, where most saw {usual:g}. Dimension 0 of a layer's input must count "
+                "examples, unless the inputs of the model tell how many there are (all with the "
+                "examples in dimension 0), so half-batches and curvature of these layers may be "
+                f"wrong. Keep the examples in dimension 0, or pass skip=[{names}] to use the "
+                "fallback optimizer. (Said once.)"
+            )
 
     def unknown_scale(self) -> None:
         self._once(
@@ -82,13 +140,19 @@ class Notices:
                     f"skip=[{block.name!r}].",
                 )
 
-    def no_halves(self, block: Block, first: Number, second: Number) -> None:
-        if "no halves" in self._said or block.capture.given_up or first == second == 0:
+    def no_halves(self, blocks: Sequence[Block], first: Number, second: Number) -> None:
+        named = [block.name for block in blocks if not block.capture.given_up]
+        if "no halves" in self._said or not named or first == second == 0:
             return
         self._once(
             "no halves",
-            f"layer {block.name!r} saw {int(first)} and {int(second)} examples in the two halves "
-            "of this step's batch: with an empty half there is nothing to project, and such steps "
-            'are KFAC steps. Use at least two examples a step, or, with halves="microbatches", two '
-            'backward passes, or, with halves="ranks", examples on even and on odd ranks.',
+            f"{'layer' if len(named) == 1 else 'layers'} {listed(named)} saw {int(first)} and "
+            f"{int(second)} examples in the two halves of this step's batch: with an empty half "
+            "there is nothing to project, and such steps are KFAC steps. Use at least two examples "
+            'per step, or, with halves="microbatches", two backward passes, or, with '
+            'halves="ranks", examples on even and on odd ranks.',
         )
+
+
+def _with_names(numbers: Mapping[Block, str]) -> str:
+    return ", ".join(f"{block.name!r} {text}" for block, text in numbers.items())

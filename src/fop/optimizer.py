@@ -27,7 +27,13 @@ from fop.groups import (
     find_layers,
     unwrapped,
 )
-from fop.hooks import RemovableHandles, is_watched, watch_gradient, watch_module
+from fop.hooks import (
+    RemovableHandles,
+    is_watched,
+    watch_batch,
+    watch_gradient,
+    watch_module,
+)
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
@@ -115,6 +121,8 @@ class SecondOrderOptimizer(Optimizer):
                 else:
                     how = (use.layer, use.curvature, use.sequence_first)
                     handles.append(watch_module(use.module, capture, *how))
+        if watching:
+            handles.append(watch_batch(self._model, self._engine.plan.examples))
         names = {module: name for name, module in self._model.named_modules()}
         handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None

@@ -45,6 +45,7 @@ class Counts:
     empty: float  # ranks that called it without examples, and with
     filled: float
     gradients: float  # ranks that have one
+    mismatches: float  # ranks where a call had no single examples
 
     @staticmethod
     def of(block: Block) -> Counts:
@@ -60,6 +61,7 @@ class Counts:
             empty=capture.saw_empty,
             filled=capture.saw_examples,
             gradients=block.weight.grad is not None,
+            mismatches=capture.mismatch is not None,
         )
 
 

@@ -12,6 +12,7 @@ from fop.layers.attention import IN_ROLES, ROLES, ProjectionLayer, Role, attenti
 from fop.layers.base import Layer
 from fop.layers.conv import ConvLayer, ConvTransposeLayer
 from fop.layers.embedding import EmbeddingLayer
+from fop.layers.folded import folded
 from fop.layers.linear import LinearLayer
 from fop.layers.norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, NormLayer
 
@@ -60,5 +61,6 @@ __all__ = [
     "ProjectionLayer",
     "Role",
     "attention_parameters",
+    "folded",
     "layer_for",
 ]

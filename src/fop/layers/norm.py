@@ -94,6 +94,9 @@ class LayerNormLayer(NormLayer):
         self._shape = list(module.normalized_shape)
         self._centred = isinstance(module, nn.LayerNorm)
 
+    def free_dimensions(self, x: Tensor) -> int:
+        return x.dim() - len(self._shape)
+
     def units_last(self, x: Tensor) -> Tensor:
         if x.dim() == len(self._shape):
             return x.reshape(1, 1, -1)
