@@ -30,7 +30,7 @@ ALLOWED = {
     "examples": {"layers"},
     "curvature": {"curvature", "linalg", "projection", "squares", "symmetric"},
     "capture": {"examples", "layers", "moments", "shards", "squares", "symmetric"},
-    "hooks": {"capture", "examples", "layers"},
+    "hooks": {"capture", "examples", "layers", "linalg"},
     "attention": {"capture", "hooks", "layers"},
     "fisher": {"capture"},
     "groups": {"layers", "shards"},

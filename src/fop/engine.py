@@ -298,17 +298,16 @@ class Engine:
         disabled = [block for block in active if counts[block].mismatches]
         counted = [b for b in expecting if counts[b].passes and not counts[b].mismatches]
         seen = {block: counts[block].examples / counts[block].passes for block in counted}
-        numbers = list(seen.values())
-        usual = max(numbers, key=lambda number: (numbers.count(number), number), default=1.0)
+        usual = _most_common(seen.values())
         once = [block for block in counted if seen[block] == 1 < usual]
         self.notices.called_once(once, usual)
         for block in [*disabled, *once]:
             block.capture.given_up = True
             block.capture.reset()
-        # A layer that some passes do not use may well have another average.
-        passes = max((counts[block].passes for block in counted), default=0)
-        always = [b for b in counted if counts[b].passes == passes and b not in once]
-        self.notices.other_counts({b: seen[b] for b in always if seen[b] != usual}, usual)
+        # A layer that other passes use may well have another average.
+        passes = _most_common(counts[block].passes for block in counted)
+        others = [b for b in counted if counts[b].passes == passes and seen[b] not in (1, usual)]
+        self.notices.other_counts({block: seen[block] for block in others}, usual)
 
     def _refresh(
         self,
@@ -435,6 +434,12 @@ class Engine:
         empty = [block for block, count in counts.items() if 0 in (count.first, count.second)]
         if empty:
             self.notices.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
+
+
+def _most_common(numbers: Iterable[float]) -> float:
+    """Of several, the largest; 1 if there are none."""
+    found = list(numbers)
+    return max(found, key=lambda number: (found.count(number), number), default=1.0)
 
 
 def _covered(blocks: Iterable[Block]) -> dict[Tensor, int]:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fop.capture import LayerCapture
 from fop.examples import TRANSPOSED, Examples, Layout
 from fop.layers import Layer, NormLayer, folded
+from fop.linalg import on_host
 
 
 class TrackedCall(torch.autograd.Function):
@@ -278,7 +279,7 @@ def _layout(capture: LayerCapture, layer: Layer, x: Tensor, sequence_first: bool
     if sequence_first and x.dim() == 3:
         examples.declared(layer, x.transpose(0, 1), sequence_first=True)
         return TRANSPOSED
-    return examples.layout(layer, x, read=capture.wants_sums)
+    return examples.layout(layer, x, read=capture.wants_sums or on_host(x))
 
 
 def fit(capture: LayerCapture, layer: Layer, layout: Layout) -> Layer | None:
