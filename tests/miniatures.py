@@ -164,6 +164,21 @@ class FlatWords(Miniature):
         return self.head(z.view(*x.shape, WIDTH).mean(1))
 
 
+class Choices(Miniature):
+    """Several texts per example in one large batch, with types of tokens of the model's making."""
+
+    positions = 10
+
+    def build(self) -> None:
+        super().build()
+        self.types = nn.Embedding(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        texts = x.unflatten(1, (2, 5)) if self.twin else x.view(-1, 5)
+        z = self.run(self.words(texts) + self.types(texts % 2))
+        return self.head(z.reshape(*x.shape, WIDTH).mean(1))
+
+
 class Windows(Miniature):
     """swin: windows of an image are rows, here as many in each as there are examples."""
 
@@ -235,6 +250,7 @@ MINIATURES: list[type[Miniature]] = [
     SquareRelativeBias,
     FlatHead,
     FlatWords,
+    Choices,
     Windows,
     Frames,
     AttentionWindows,

@@ -103,6 +103,7 @@ class _Forward:
         self._confirmed = bool(inputs)
         self._seen = False  # a layer saw as many examples as the inputs have
         self._sequence_first = False  # the last layer that left no doubt did
+        self._folded: set[torch.Size] = set()  # shapes of indices with several rows per example
         sizes = {tensor.shape[0] for tensor in self._inputs}
         sizes = sizes - {1} or sizes  # what has one row goes with all examples
         self.size: int | None = sizes.pop() if len(sizes) == 1 and 0 not in sizes else None
@@ -151,7 +152,9 @@ class _Forward:
         if n > 1 and x.dim() > 1 and x.shape[1] == size:
             self._agree(sequence_first=True)
             return TRANSPOSED
-        if given and n % size == 0:
+        # What goes with tokens (their types, say) has the shape of the tokens.
+        if n % size == 0 and (given or x.shape in self._folded):
+            self._folded.add(x.shape)
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._confirmed and not given)
 

@@ -62,48 +62,47 @@ class Notices:
     def mismatches(self, blocks: Sequence[Block]) -> None:
         """Of layers some of whose calls had no single examples."""
         found = {b: b.capture.mismatch for b in blocks if b.capture.mismatch is not None}
-        self._no_examples({b: f"{rows} of {size}" for b, (rows, size) in found.items()})
+        self._no_examples({b: f"{rows} and {size}" for b, (rows, size) in found.items()})
 
     def called_once(self, blocks: Sequence[Block], usual: float) -> None:
-        self._no_examples(dict.fromkeys(blocks, f"1 of {usual:g}"))
+        self._no_examples(dict.fromkeys(blocks, f"1 and {usual:g}"))
 
     def _no_examples(self, numbers: Mapping[Block, str]) -> None:
-        new = {b: text for b, text in numbers.items() if f"no examples {b.name}" not in self._said}
-        self._said |= {f"no examples {block.name}" for block in new}
+        new = self._unsaid("no examples", numbers)
         tables = {block: text for block, text in new.items() if block.layer.indexed}
-        if tables:  # as expected of position embeddings
+        if tables:  # nothing to worry about
             logger.info(
-                "%s: looked up once for the whole batch, as position embeddings are, so there are "
-                "no gradients of single examples: uses the fallback optimizer (rows of a call, and "
-                "examples of the batch: %s)",
-                listed(block.name for block in tables),
+                "uses the fallback optimizer (looked up once for the whole batch, as position "
+                "embeddings are; rows of a call, and examples of its batch): %s",
                 _with_names(tables),
             )
         others = {block: text for block, text in new.items() if block not in tables}
         if others:
-            names = listed(block.name for block in others)
             warn(
-                f"layers {names} are called with rows that don't belong to single examples of the "
-                "batch: once for the whole batch, say, or for a selection of rows. Half-batch "
-                "gradients and curvature are not known, and they use the fallback optimizer (rows "
-                f"of a call, and examples of the batch: {_with_names(others)}). Pass skip=[{names}]"
-                " to choose that from the start. (Said once.)"
+                "some layers are called with rows that don't belong to single examples: once for "
+                "the whole batch, say, or with a selection of rows. Their half-batch gradients and "
+                "curvature can't be known, so they use the fallback optimizer. Rows of a call, and "
+                f"examples of its batch: {_with_names(others)}. List them in skip to choose that "
+                "from the start. (Said once.)"
             )
 
     def other_counts(self, seen: Mapping[Block, float], usual: float) -> None:
-        new = {b: n for b, n in seen.items() if f"other count {b.name}" not in self._said}
-        self._said |= {f"other count {block.name}" for block in new}
+        new = self._unsaid("other count", {block: f"{number:g}" for block, number in seen.items()})
         if new:
-            names = listed(block.name for block in new)
-            counts = _with_names({block: f"{number:g}" for block, number in new.items()})
             warn(
-                f"layers {names} saw another number of examples per backward pass than most: "
-                f"{counts}, where most saw {usual:g}. Dimension 0 of a layer's input must count "
-                "examples, unless the inputs of the model tell how many there are (all with the "
-                "examples in dimension 0), so half-batches and curvature of these layers may be "
-                f"wrong. Keep the examples in dimension 0, or pass skip=[{names}] to use the "
+                f"some layers saw another number of examples than most: {_with_names(new)}, where "
+                f"most saw {usual:g} per backward pass. The inputs of the model don't tell how "
+                "many there are (not all have as many rows in dimension 0), so dimension 0 of a "
+                "layer's input was counted, and half-batches and curvature of these layers may be "
+                "wrong. Keep the examples in dimension 0, or list the layers in skip to use the "
                 "fallback optimizer. (Said once.)"
             )
+
+    def _unsaid(self, topic: str, texts: Mapping[Block, str]) -> dict[Block, str]:
+        """Of layers that have not been named for this; from now on they have."""
+        new = {b: text for b, text in texts.items() if f"{topic} {b.name}" not in self._said}
+        self._said |= {f"{topic} {block.name}" for block in new}
+        return new
 
     def unknown_scale(self) -> None:
         self._once(
