@@ -226,15 +226,11 @@ class AttentionWindows(Windows):
         super().build()
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.patches(x).flatten(2).mT.unflatten(1, (2, 6)).contiguous()
+    def inner(self, x: Tensor) -> Tensor:
         if self.twin:
-            parts = [self.attention(part, part, part)[0] for part in z.unbind(1)]
-            z = torch.stack(parts, 1)
-        else:
-            flat = z.flatten(0, 1)
-            z = self.attention(flat, flat, flat)[0].unflatten(0, z.shape[:2])
-        return self.head(self.norm(torch.tanh(self.body(z))).flatten(1, 2).mean(1))
+            parts = [self.attention(part, part, part)[0] for part in x.unbind(1)]
+            return super().inner(torch.stack(parts, 1))
+        return super().inner(self.attention(x, x, x)[0])
 
 
 MINIATURES: list[type[Miniature]] = [

@@ -71,7 +71,7 @@ def assert_equal(one: nn.Module, other: nn.Module, tolerance: float = 1e-9) -> N
 
 @by_name
 @pytest.mark.parametrize("build", [fop.FOP, fop.KFAC])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
 def test_steps_are_those_of_a_model_with_the_examples_in_front(
     kind: type[Miniature], build: Any, settings: dict[str, Any]
 ) -> None:

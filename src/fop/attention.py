@@ -200,7 +200,11 @@ class AttentionHook(WatchingHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._mark is None or not torch.is_grad_enabled():
+        if self._mark is None:
+            return None
+        if not torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                _note_layouts(self._projections, module, args, kwargs)
             return None
         marked: tuple[tuple[Any, ...], dict[str, Any]] | None = self._mark(
             self._name, self._projections, module, args, kwargs
@@ -212,6 +216,20 @@ class AttentionHook(WatchingHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AttentionHook, ()
+
+
+def _note_layouts(
+    projections: Projections, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Of a call that reentrant activation checkpointing runs again during backward."""
+    inputs = {**dict(zip(IN_ROLES, args, strict=False)), **kwargs}
+    for role, (layer, reference) in projections.items():
+        capture, x = reference(), inputs.get("query" if role == "out_proj" else role)
+        if capture is None or capture.plan.examples.current is None or x is None or x.dim() != 3:
+            continue
+        batch_first = bool(module.batch_first)
+        x = x if batch_first else x.transpose(0, 1)
+        capture.plan.examples.declared(layer, x, sequence_first=not batch_first)
 
 
 def _mark_query(

@@ -44,6 +44,7 @@ class Examples:
     def __init__(self) -> None:
         # Those that run, for a model may call itself; None while a part of one is run again.
         self._forwards: list[_Forward | None] = []
+        # For parts that activation checkpointing runs again, during backward.
         self._known: dict[tuple[Layer, tuple[int, ...]], Layout] = {}
 
     @property
@@ -77,7 +78,6 @@ class Examples:
     def _remembered(self, layer: Layer, x: Tensor, find: Callable[[_Forward], Layout]) -> Layout:
         key, forward = (layer, tuple(x.shape)), self.current
         if forward is None and _in_backward():
-            # Activation checkpointing runs a part of the model again.
             return self._known.get(key, USUAL)
         found = USUAL if forward is None else find(forward)
         self._known[key] = found
@@ -103,7 +103,8 @@ class _Forward:
         self._confirmed = bool(inputs)
         self._seen = False  # a layer saw as many examples as the inputs have
         self._sequence_first = False  # the last layer that left no doubt did
-        self._folded: set[torch.Size] = set()  # shapes of indices with several rows per example
+        # First dimensions that had several rows per example without a doubt.
+        self._folded: set[torch.Size] = set()
         sizes = {tensor.shape[0] for tensor in self._inputs}
         sizes = sizes - {1} or sizes  # what has one row goes with all examples
         self.size: int | None = sizes.pop() if len(sizes) == 1 and 0 not in sizes else None
@@ -119,6 +120,7 @@ class _Forward:
             self.size = None
             return USUAL
         if n % size == 0 and self._confirmed:
+            self._folded.add(x.shape[:2])
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._seen)
 
@@ -134,7 +136,8 @@ class _Forward:
             return USUAL
         if free > 1 and x.shape[1] == size:
             in_doubt = n % size == 0 or n == 1
-            if not in_doubt or self._looks_transposed(x):
+            # What nn.MultiheadAttention returns looks transposed with batch_first=True, too.
+            if not in_doubt or (x.shape[:2] not in self._folded and self._looks_transposed(x)):
                 self._agree(sequence_first=True)
                 return TRANSPOSED
         if free and n % size == 0 and (self._confirmed or self._is_input(x)):
@@ -153,8 +156,8 @@ class _Forward:
             self._agree(sequence_first=True)
             return TRANSPOSED
         # What goes with tokens (their types, say) has the shape of the tokens.
-        if n % size == 0 and (given or x.shape in self._folded):
-            self._folded.add(x.shape)
+        if n % size == 0 and (given or x.shape[:2] in self._folded):
+            self._folded.add(x.shape[:2])
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._confirmed and not given)
 
