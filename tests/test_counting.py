@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import pickle
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -203,6 +206,44 @@ def test_parts_that_are_called_themselves_tell_their_batch(kind: type[Miniature]
         optimizer.step()
         found.append(wrapper)
     assert_equal(*found)
+
+
+class Recursive(FlatHead):
+    """Calls itself on another batch, and goes on with its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.run(self.words(x))
+        if len(x) > 3:
+            z = z + self(x[:3]).sum()
+        return self.head(z if self.twin else z.view(-1, z.shape[-1]))
+
+
+def test_a_model_that_calls_itself_has_a_batch_in_each_call() -> None:
+    found = []
+    for twin in (False, True):
+        model = Recursive(twin=twin)
+        run(model)
+        found.append(model)
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_a_model_tell_nothing(duplicate: Any) -> None:
+    model = FlatHead()
+    optimizer = fop.FOP(model, **COMMON)
+    other = duplicate(model)
+    seen = []
+    optimizer._engine.plan.examples.begin = lambda *args, **_: seen.append(args)  # type: ignore[method-assign]
+    x, _ = model.data(EXAMPLES, seed=0)
+    other(x)
+    assert not seen
+    model(x)
+    assert len(seen) == 1
+    del optimizer
+    gc.collect()
+    model(x)
+    assert len(seen) == 1
+    assert not model._forward_pre_hooks
 
 
 def test_a_forward_that_failed_leaves_nothing_behind() -> None:
