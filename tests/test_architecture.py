@@ -72,6 +72,7 @@ ALLOWED = {
         "checkpoints",
         "distributed",
         "engine",
+        "examples",
         "fisher",
         "groups",
         "hooks",

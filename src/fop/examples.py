@@ -13,12 +13,14 @@ Where B is not clear, dimension 0 of the layer's own input is taken, and the ste
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fop.layers import Layer
 
@@ -201,3 +203,58 @@ def _are_positions(indices: Tensor) -> bool:
     square = indices.dim() == 2 and indices.shape[0] == indices.shape[1]
     shifted = square and bool((indices[1:, 1:] == indices[:-1, :-1]).all())
     return shifted and bool((indices != indices[0, 0]).any())
+
+
+class BatchHook:
+    """The hooks around the forward of a model; inert in a copy, never compiled."""
+
+    def __init__(self, examples: Examples | None = None, *, part: bool = False) -> None:
+        self._examples = weakref.ref(examples) if examples is not None else None
+        self._part = part
+        self._begin = torch.compiler.disable(_begin) if examples is not None else None
+        self._end = torch.compiler.disable(_end) if examples is not None else None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._begin is not None and torch.is_grad_enabled():
+            self._begin(self._examples, args, kwargs, self._part)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._end is not None and torch.is_grad_enabled():
+            self._end(self._examples)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
+        return BatchHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchHook, ()
+
+
+def _begin(
+    reference: weakref.ref[Examples], args: tuple[Any, ...], kwargs: dict[str, Any], part: bool
+) -> None:
+    examples = reference()
+    if examples is not None:
+        examples.begin(args, kwargs, part=part)
+
+
+def _end(reference: weakref.ref[Examples]) -> None:
+    examples = reference()
+    if examples is not None:
+        examples.end()
+
+
+def watch_batch(model: nn.Module, examples: Examples) -> list[RemovableHandle]:
+    """Start watching what the model is called with; the handles stop it.
+
+    Also its parts, for training steps that call them one by one (`self.net(x)` in Lightning).
+    """
+    parts = [part for part in model.children() if next(part.children(), None) is not None]
+    handles = []
+    for module in (model, *parts):
+        if module is model or not isinstance(module, nn.MultiheadAttention):
+            hook = BatchHook(examples, part=module is not model)
+            handles += [
+                module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(hook.after, always_call=True),
+            ]
+    return handles

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import LayerCapture
-from fop.examples import TRANSPOSED, Examples, Layout
+from fop.examples import TRANSPOSED, Layout
 from fop.layers import Layer, NormLayer, folded
 from fop.linalg import on_host
 
@@ -298,61 +298,6 @@ def watch_module(
     # First in line, so that hooks of the user that change the output stay part of the graph after
     # the layer's own.
     return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-
-
-class BatchHook:
-    """The hooks around the forward of a model; like `LayerHook` inert in a copy, never compiled."""
-
-    def __init__(self, examples: Examples | None = None, *, part: bool = False) -> None:
-        self._examples = weakref.ref(examples) if examples is not None else None
-        self._part = part
-        self._begin = torch.compiler.disable(_begin) if examples is not None else None
-        self._end = torch.compiler.disable(_end) if examples is not None else None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._begin is not None and torch.is_grad_enabled():
-            self._begin(self._examples, args, kwargs, self._part)
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._end is not None and torch.is_grad_enabled():
-            self._end(self._examples)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
-        return BatchHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BatchHook, ()
-
-
-def _begin(
-    reference: weakref.ref[Examples], args: tuple[Any, ...], kwargs: dict[str, Any], part: bool
-) -> None:
-    examples = reference()
-    if examples is not None:
-        examples.begin(args, kwargs, part=part)
-
-
-def _end(reference: weakref.ref[Examples]) -> None:
-    examples = reference()
-    if examples is not None:
-        examples.end()
-
-
-def watch_batch(model: nn.Module, examples: Examples) -> RemovableHandles:
-    """Start watching what the model is called with; the handle stops it.
-
-    Also its parts, for training steps that call them one by one (`self.net(x)` in Lightning).
-    """
-    watched = RemovableHandles()
-    parts = [part for part in model.children() if next(part.children(), None) is not None]
-    for module in (model, *parts):
-        if module is model or not isinstance(module, nn.MultiheadAttention):
-            hook = BatchHook(examples, part=module is not model)
-            watched.add(
-                module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-            )
-            watched.add(module.register_forward_hook(hook.after, always_call=True))
-    return watched
 
 
 class RemovableHandles:

@@ -17,6 +17,7 @@ from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, check_state
 from fop.distributed import join_group
 from fop.engine import Engine
+from fop.examples import watch_batch
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
     FoundLayer,
@@ -27,13 +28,7 @@ from fop.groups import (
     find_layers,
     unwrapped,
 )
-from fop.hooks import (
-    RemovableHandles,
-    is_watched,
-    watch_batch,
-    watch_gradient,
-    watch_module,
-)
+from fop.hooks import RemovableHandles, is_watched, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
 from fop.settings import Coefficient, Interval, Settings, check_group
@@ -122,7 +117,7 @@ class SecondOrderOptimizer(Optimizer):
                     how = (use.layer, use.curvature, use.sequence_first)
                     handles.append(watch_module(use.module, capture, *how))
         if watching:
-            handles.append(watch_batch(self._model, self._engine.plan.examples))
+            handles += watch_batch(self._model, self._engine.plan.examples)
         names = {module: name for name, module in self._model.named_modules()}
         handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
