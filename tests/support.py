@@ -129,6 +129,21 @@ OTHER_LAYERS = [
         "watched_models::test_empty_weights_use_the_fallback_optimizer",
     ),
     Row(
+        "Layers that see `[T, B, ...]` or `[B r, ...]` (sequence first, flattened positions, "
+        "windows, frames)",
+        "as with the examples in dimension 0, if the inputs of the model tell how many there are; "
+        "else layers with other counts than most are named",
+        "counting::test_steps_are_those_of_a_model_with_the_examples_in_front "
+        "counting::test_half_batch_gradients_are_those_of_the_two_halves "
+        "counting::test_where_the_inputs_disagree_layers_with_other_counts_are_named_with_both_numbers",
+    ),
+    Row(
+        "Layers called once for the whole batch (position embeddings, relative biases)",
+        "fallback, named in the log or, unless embeddings, in a warning",
+        "counting::test_position_embeddings_are_named_at_info_and_together "
+        "counting::test_modules_called_once_for_the_whole_batch_are_named_together",
+    ),
+    Row(
         "Random models of all these",
         "the dense reference's steps (`make fuzz`: thousands)",
         "fuzz::test_a_random_model_takes_the_reference_steps",

@@ -182,7 +182,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:layer .* saw .* examples in the two halves")
+@pytest.mark.filterwarnings("ignore:layers? .* saw .* examples in the two halves")
 @settings(suppress_health_check=list(HealthCheck), print_blob=True)
 @given(
     model=st.one_of(

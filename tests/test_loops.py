@@ -119,7 +119,7 @@ def test_other_layers_are_trained_by_the_fallback_and_named(
         optimizer = fop.FOP(nn.Sequential(layer, nn.LayerNorm(4)))
     [record] = caplog.records
     assert record.getMessage() == (
-        f"'0' is trained by the fallback rule: no curvature for {kind.__name__}"
+        f"uses the fallback optimizer (no curvature for {kind.__name__}): '0'"
     )
     assert f"use adamw ({kind.__name__} 0; LayerNorm 1)" in repr(optimizer)
     assert {group["rule"] for group in optimizer.param_groups} == {"adamw"}
@@ -364,7 +364,7 @@ def test_layers_with_computed_weights_are_left_to_the_fallback(
     data = [points(seed=seed) for seed in range(3)]
     with caplog.at_level("INFO", logger="fop"):
         optimizer = fop.FOP(models[0], fallback="sgd")
-    assert "layer '0' is trained by the fallback rule: its weight is computed" in caplog.text
+    assert "(its weight is computed by a parametrization): '0', '2'" in caplog.text
     train(models[0], optimizer, data)
     train(models[1], torch.optim.SGD(models[1].parameters(), 0.1, momentum=0.7), data)
     assert distance(snapshot(models[0]), snapshot(models[1])) < 1e-12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,22 +55,14 @@ def test_a_module_is_compared_at_its_first_call_and_when_it_has_changed(
     assert calls[3:] == [model[0], model[1]]
 
 
-def test_an_unchanged_module_costs_microseconds_and_no_operation() -> None:
+def test_an_unchanged_module_costs_no_operation() -> None:
     for module, shape in ((nn.Linear(4, 4), (4,)), (nn.Conv2d(4, 4, 3), (4, 5, 5))):
         optimizer = fop.FOP(module, lr=1e-3)
         module(torch.randn(2, *shape)).sum().backward()
         capture = optimizer._engine.blocks[0].capture
-        [hook] = module._forward_hooks.values()
-        adapter = hook._adapter  # type: ignore[attr-defined]
-        call = partial(adapter.at_call, module, None, None, capture)  # no tensor is looked at
-        assert call() is not None
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(200):
-                call()
-            times.append((time.perf_counter() - start) / 200)
-        assert min(times) < 100e-6  # 2 and 7 microseconds, on a machine that has nothing else to do
+        hooks: list[Any] = list(module._forward_hooks.values())
+        [adapter] = [hook._adapter for hook in hooks if hasattr(hook, "_adapter")]
+        assert adapter.at_call(module, None, None, capture) is not None  # no tensor is looked at
 
 
 def test_hooks_retained_gradients_and_random_numbers_are_left_alone() -> None:
@@ -157,7 +148,7 @@ def test_layers_in_low_precision_are_served_and_wrong_ones_found(
             one(x).square().mean().backward()
     assert distance(of_parameters(model), of_parameters(plain)) < 0.05
     if wrong:
-        with pytest.warns(RuntimeWarning, match="layer '3' is disabled"):
+        with pytest.warns(RuntimeWarning, match=r"compute something else .*'3': "):
             optimizer.step()
     else:
         optimizer.step()
@@ -177,7 +168,7 @@ def test_a_batch_that_is_empty_or_not_finite_decides_nothing(
         optimizer.step()
     assert same(snapshot(model), before)
     doubled(model[2])
-    with pytest.warns(RuntimeWarning, match="layer '2' is disabled"):
+    with pytest.warns(RuntimeWarning, match=r"compute something else .*'2': "):
         train(model, optimizer, [(x, y)])
     assert calls == [model[0], model[2]] * 2
     assert set(fop.diagnostics(optimizer)) == {"0"}
@@ -195,7 +186,7 @@ def test_a_disabled_layer_asks_for_no_extra_backward() -> None:
     model = mlp()
     optimizer = fop.KFAC(model, fisher="mc")
     doubled(model[2])
-    with pytest.warns(RuntimeWarning, match="layer '2' is disabled"):
+    with pytest.warns(RuntimeWarning, match=r"compute something else .*'2': "):
         train(model, optimizer, [points()])
     train(model, optimizer, [points(seed=1)])  # curvature is due again on step 11
     assert type(model(points()[0]).grad_fn).__name__ != "_OutputProbeBackward"
@@ -237,7 +228,7 @@ def test_gradients_under_activation_checkpointing_are_torchs(how: str, change: s
             continue
         # Without a graph to look at, code of others is not trusted.
         if change == "doubled" or (change == "same" and how == "not reentrant"):
-            with pytest.warns(RuntimeWarning, match=r"'body.0' is disabled"):
+            with pytest.warns(RuntimeWarning, match=r"compute something else .*'body.0': "):
                 optimizer.step()
         else:
             optimizer.step()
@@ -255,7 +246,7 @@ def test_gradients_of_a_compiled_module_of_others_are_torchs() -> None:
     cross_entropy(torch.compile(model, backend="aot_eager")(x), y).backward()
     cross_entropy(plain(x), y).backward()
     assert distance(of_parameters(model), of_parameters(plain)) < 1e-10
-    with pytest.warns(RuntimeWarning, match="layer '0' is disabled"):
+    with pytest.warns(RuntimeWarning, match=r"compute something else .*'0': "):
         optimizer.step()
 
 
@@ -269,7 +260,7 @@ def test_one_module_that_does_not_fit_disables_the_weight_that_others_share() ->
         doubled(one[2])
         cross_entropy(one(x), y).backward()
     assert distance(of_parameters(model), of_parameters(plain)) < 1e-10
-    with pytest.warns(RuntimeWarning, match="layer '0' is disabled"):
+    with pytest.warns(RuntimeWarning, match=r"compute something else .*'0': "):
         optimizer.step()
     assert not fop.diagnostics(optimizer)
 
@@ -382,7 +373,7 @@ def test_attention_with_a_forward_of_its_own_has_torchs_gradients(when: str, whe
     if when == "after":
         with pytest.warns(RuntimeWarning, match="attention has a forward of its own") as said:
             optimizer.step()
-        assert len(said) == 4
+        assert len(said) == 1
     else:
         optimizer.step()
     assert not fop.diagnostics(optimizer)

@@ -118,7 +118,7 @@ def test_empty_weights_use_the_fallback_optimizer(
         assert set(fop.diagnostics(optimizer)) == {"one", "two"}
         found.append([*model.one.parameters(), *model.two.parameters()])
     assert distance(*found) < 1e-12
-    assert "layer 'none' is trained by the fallback rule: its weight is empty" in caplog.text
+    assert "uses the fallback optimizer (its weight is empty): 'none'" in caplog.text
 
 
 # ---- replaced modules

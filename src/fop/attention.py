@@ -27,7 +27,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
-from fop.hooks import TrackedCall, WatchingHook, in_transform, wanted
+from fop.hooks import TrackedCall, WatchingHook, fit, in_transform, wanted
 from fop.layers import (
     IN_ROLES,
     ROLES,
@@ -92,8 +92,9 @@ def _plain(tensor: Any) -> Any:
 class _Call:
     """One call of attention. Of its tensors it keeps only weights, so no cycle holds a graph."""
 
-    def __init__(self, tracked: Projections) -> None:
+    def __init__(self, tracked: Projections, *, batch_first: bool) -> None:
         self._tracked = tracked
+        self._batch_first = batch_first
         self._weights: dict[Role, Tensor] = {}
         self._biases: dict[Role, Tensor | None] = {}
         self._packed: tuple[Tensor, Tensor | None] | None = None
@@ -169,10 +170,18 @@ class _Call:
         """The output, with a backward that is captured; x and output [positions, examples, ...]."""
         if role not in self._tracked or in_transform(output):
             return output
-        layer, capture = self._tracked[role]
+        projection, reference = self._tracked[role]
+        capture, x = reference(), x.transpose(0, 1)
+        if capture is None:
+            return output
+        examples, sequence_first = capture.plan.examples, not self._batch_first
+        layout = examples.declared(projection, x, sequence_first=sequence_first)
+        layer = fit(capture, projection, layout)
+        if layer is None:
+            return output
         parameters = (self._weights[role], self._biases[role])
         tracked: Tensor = TrackedCall.apply(  # type: ignore[no-untyped-call]
-            x.transpose(0, 1), *parameters, layer, True, capture, (output.transpose(0, 1),)
+            x, *parameters, layer, True, reference, (output.transpose(0, 1),)
         )
         return tracked.transpose(0, 1)
 
@@ -199,7 +208,11 @@ class AttentionHook(WatchingHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._mark is None or not torch.is_grad_enabled():
+        if self._mark is None:
+            return None
+        if not torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                _note_layouts(self._projections, module, args, kwargs)
             return None
         marked: tuple[tuple[Any, ...], dict[str, Any]] | None = self._mark(
             self._name, self._projections, module, args, kwargs
@@ -211,6 +224,20 @@ class AttentionHook(WatchingHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AttentionHook, ()
+
+
+def _note_layouts(
+    projections: Projections, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Of a call that reentrant activation checkpointing runs again during backward."""
+    inputs = {**dict(zip(IN_ROLES, args, strict=False)), **kwargs}
+    for role, (layer, reference) in projections.items():
+        capture, x = reference(), inputs.get("query" if role == "out_proj" else role)
+        if capture is None or capture.plan.examples.current is None or x is None or x.dim() != 3:
+            continue
+        batch_first = bool(module.batch_first)
+        x = x if batch_first else x.transpose(0, 1)
+        capture.plan.examples.declared(layer, x, sequence_first=not batch_first)
 
 
 def _mark_query(
@@ -240,7 +267,7 @@ def _mark_query(
                 capture.disable("its attention has a forward of its own")
         return None
     _refuse_backward_hooks(name, module)
-    marked = _Call(tracked).mark(query)
+    marked = _Call(tracked, batch_first=module.batch_first).mark(query)
     return (
         tuple(marked if value is query else value for value in args),
         {key: marked if value is query else value for key, value in kwargs.items()},

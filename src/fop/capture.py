@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fop.examples import Examples
 from fop.layers import Layer
 from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
 from fop.shards import is_sharded, local, stand_in
@@ -36,6 +37,7 @@ class CapturePlan:
     extra_pass_of: int | None = None
     extra_pass_first: bool = False
     passes: PassEnds = field(default_factory=lambda: PassEnds())
+    examples: Examples = field(default_factory=Examples)
     # Set once another optimizer has taken the model over; `release` removes all hooks.
     retired: bool = False
     release: Callable[[], object] | None = None
@@ -170,6 +172,9 @@ class LayerCapture:
         self._seen: _SeenGradient | None = None
         self.given_up = False  # nothing sensible can be captured: the engine says why
         self.misfit: str | None = None  # why this rank left the layer to autograd; see disable()
+        # Rows of a call that belong to no single example, and examples of its batch. Ranks agree on
+        # what becomes of the layer when they next read counts.
+        self.mismatch: tuple[int, int] | None = None
         self.saw_empty = self.saw_examples = False  # what calls since the last step brought
         self.replaced = False  # the module was called with another parameter in its place
         self.bypassed = False  # a gradient came without a call of the module
@@ -378,7 +383,8 @@ class LayerCapture:
         """Called when the weight's gradient has been accumulated into `p.grad`."""
         pending, self._pending = self._pending, None
         if pending is None or pending.task != torch._C._current_graph_task_id():
-            self.bypassed |= self._expecting and not self.saw_empty
+            seen = self.saw_empty or self.mismatch is not None
+            self.bypassed |= self._expecting and not seen
             return
         assert weight.grad is not None
         if pending.fresh:

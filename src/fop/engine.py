@@ -122,6 +122,7 @@ class Engine:
         """Decide what the backward passes before `next_step` capture."""
         interval = self.settings.interval(next_step)
         self._uses = interval
+        self.plan.examples.forget()
         for block, phase in zip(self.blocks, self._phases(interval), strict=True):
             capture = block.capture
             capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
@@ -218,10 +219,13 @@ class Engine:
                 self.notices.bypassed(block)
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
+        self.notices.mismatches([b for b in active if not b.capture.given_up])
         with_sums = []
         self._disable_misfits(reading)
         expecting = [block for block in expecting if not block.capture.given_up]
         if reading is not None:
+            self._disable_uncounted(active, expecting, reading)
+            expecting = [block for block in expecting if not block.capture.given_up]
             counts = {block: reading.counts[block] for block in expecting}
             bypassed = bypassed_layers(counts, self.blocks)
             self._disable(bypassed)
@@ -235,7 +239,6 @@ class Engine:
         failed: list[Block] = []
         sound = reading is None or reading.healthy
         if reading is not None and with_sums and sound:
-            self._give_up_unbatched(with_sums, reading)
             self._look_for_halves(with_sums, reading)
             failed, sound = self._refresh(with_sums, reading, gathered, options, state)
         for block in active:
@@ -331,18 +334,28 @@ class Engine:
             healthy = healthy & (self.loss_scale.found_inf.to(healthy.device) == 0)
         return healthy
 
-    def _give_up_unbatched(self, fresh: list[Block], reading: Reading) -> None:
-        """Give up embeddings that were called once for the whole batch, as position embeddings are.
+    def _disable_uncounted(
+        self, active: list[Block], expecting: list[Block], reading: Reading
+    ) -> None:
+        """Disable layers whose calls had no single examples, on all ranks alike.
 
-        Their output is broadcast over the examples and its gradient summed over them, so nothing of
-        a single example is left to build curvature or halves from.
+        Where the model's inputs do not tell how many examples there are, the layers do: one example
+        per backward pass, where most layers saw more, is a call for the whole batch, as position
+        embeddings have it. Its output is broadcast over the examples and its gradient summed over
+        them, so nothing of a single example is left to build curvature or halves from.
         """
-        counts = {block: reading.counts[block] for block in fresh}
-        largest = max((c.examples / c.passes for c in counts.values()), default=1)
-        for block, count in counts.items():
-            if block.layer.indexed and largest > 1 and count.examples == count.passes:
-                self._disable([block])
-                self.notices.given_up(block)
+        counts = reading.counts
+        disabled = [block for block in active if counts[block].mismatches]
+        counted = [b for b in expecting if counts[b].passes and not counts[b].mismatches]
+        seen = {block: counts[block].examples / counts[block].passes for block in counted}
+        usual = _most_common(seen.values())
+        once = [block for block in counted if seen[block] == 1 < usual]
+        self.notices.called_once(once, usual)
+        self._disable([*disabled, *once])
+        # A layer that other passes use may well have another average.
+        passes = _most_common(counts[block].passes for block in counted)
+        others = [b for b in counted if counts[b].passes == passes and seen[b] not in (1, usual)]
+        self.notices.other_counts({block: seen[block] for block in others}, usual)
 
     def _disable_misfits(self, reading: Reading | None) -> None:
         """Give up layers whose adapter does not fit what their module computes.
@@ -350,6 +363,7 @@ class Engine:
         Ranks agree on that when they read the totals; until then nothing is captured by those that
         have found it.
         """
+        misfits = []
         for block in self.blocks:
             capture = block.capture
             found = capture.misfit is not None
@@ -358,8 +372,9 @@ class Engine:
                 found = counts is not None and counts.misfits > 0
             if found and not capture.given_up:
                 capture.misfit = capture.misfit or "another rank found that its adapter is wrong"
-                self._disable([block])
-                self.notices.misfit(block)
+                misfits.append(block)
+        self._disable(misfits)
+        self.notices.misfits(misfits)
 
     def _refresh(
         self,
@@ -376,7 +391,7 @@ class Engine:
         mine = [
             (block, gathered.sums(block, reading.counts[block]))
             for block in fresh
-            if self.exchange.owns(block) and not block.capture.given_up
+            if self.exchange.owns(block)
         ]
         for block in fresh:
             block.capture.sums = None
@@ -461,7 +476,7 @@ class Engine:
             examples = gathered.examples(block)
             difference = _difference(block, matrix, gathered)
             if difference is None:
-                self.notices.no_halves(block, *examples)
+                self.notices.no_halves([block], *examples)
         return fop_update(
             matrix,
             difference,
@@ -483,10 +498,16 @@ class Engine:
     def _look_for_halves(self, fresh: list[Block], reading: Reading) -> None:
         if not self.settings.needs_halves:
             return
-        for block in fresh:
-            counts = reading.counts[block]
-            if 0 in (counts.first, counts.second):
-                self.notices.no_halves(block, counts.first, counts.second)
+        counts = {block: reading.counts[block] for block in fresh}
+        empty = [block for block, count in counts.items() if 0 in (count.first, count.second)]
+        if empty:
+            self.notices.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
+
+
+def _most_common(numbers: Iterable[float]) -> float:
+    """Of several, the largest; 1 if there are none."""
+    found = list(numbers)
+    return max(found, key=lambda number: (found.count(number), number), default=1.0)
 
 
 def _covered(blocks: Iterable[Block]) -> dict[Tensor, int]:

@@ -28,9 +28,12 @@ from fop.hooks import in_transform, watched_by
 from fop.settings import Settings
 
 
-def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
-    """Gradient at the output [n, ...] with labels drawn from the model itself."""
-    weight = math.sqrt(_term_weight(output, likelihood, reduction))
+def sampled_gradient(output: Tensor, likelihood: str, reduction: str, rows: int = 1) -> Tensor:
+    """Gradient at the output [n, ...] with labels drawn from the model itself.
+
+    `rows` of dimension 0 belong to each example, one after the other.
+    """
+    weight = math.sqrt(_term_weight(output, likelihood, reduction, rows))
     if likelihood == "gaussian":
         return torch.randn_like(output) * (math.sqrt(2) * weight)
     if likelihood == "bernoulli":
@@ -45,15 +48,18 @@ def sampled_gradient(output: Tensor, likelihood: str, reduction: str) -> Tensor:
     return _classes_back(gradient * weight, output)
 
 
-def all_gradients(output: Tensor, likelihood: str, reduction: str) -> Iterator[Tensor]:
+def all_gradients(
+    output: Tensor, likelihood: str, reduction: str, rows: int = 1
+) -> Iterator[Tensor]:
     """Gradients at the output [n, ...] whose g g^T add up to each example's exact Fisher.
 
     One for every class of every position, or for every feature: as many backwards.
     """
-    weight = math.sqrt(_term_weight(output, likelihood, reduction))
+    weight = math.sqrt(_term_weight(output, likelihood, reduction, rows))
+    examples = output.shape[0] // rows
     if likelihood == "categorical":
         logits = _classes_last(output)
-        probability = logits.softmax(-1).reshape(output.shape[0], -1, logits.shape[-1])
+        probability = logits.softmax(-1).reshape(examples, -1, logits.shape[-1])
         positions, classes = probability.shape[1:]
         for position in range(positions):
             for label in range(classes):
@@ -70,15 +76,15 @@ def all_gradients(output: Tensor, likelihood: str, reduction: str) -> Iterator[T
     else:
         probability = output.sigmoid()
         deviation = (probability * (1 - probability)).sqrt() * weight
-    flat = deviation.reshape(output.shape[0], -1)
+    flat = deviation.reshape(examples, -1)
     for feature in range(flat.shape[1]):
         gradient = torch.zeros_like(flat)
         gradient[:, feature] = flat[:, feature]
         yield gradient.reshape(output.shape)
 
 
-def _term_weight(output: Tensor, likelihood: str, reduction: str) -> float:
-    terms = output[0].numel()
+def _term_weight(output: Tensor, likelihood: str, reduction: str, rows: int) -> float:
+    terms = output[0].numel() * rows
     if likelihood == "categorical":
         terms //= _classes_last(output).shape[-1]
     return 1.0 / terms if reduction == "mean" else 1.0
@@ -118,7 +124,8 @@ class ExtraPass:
         self._likelihood = settings.likelihood
         self._reduction = settings.loss_reduction
         self._pick = settings.model_output
-        self._waiting: dict[int, Tensor] = {}
+        # The outputs, and how many rows of each belong to an example.
+        self._waiting: dict[int, tuple[Tensor, int]] = {}
         self._passes = 0
 
     def wanting(self) -> list[LayerCapture]:
@@ -145,7 +152,7 @@ class ExtraPass:
                 extra_pass._run(number)
 
         logits.register_hook(reached)
-        self._waiting[number] = logits
+        self._waiting[number] = logits, self._rows(logits)
         while len(self._waiting) > WAITING:
             del self._waiting[next(iter(self._waiting))]
 
@@ -153,17 +160,23 @@ class ExtraPass:
         """After a step, forward passes that had no backward are not expected to have one."""
         self._waiting.clear()
 
+    def _rows(self, output: Tensor) -> int:
+        """Of dimension 0 of the model's output, for each example of its inputs."""
+        forward = self._plan.examples.current
+        size = None if forward is None else forward.size
+        return output.shape[0] // size if size and output.shape[0] % size == 0 else 1
+
     def _check(self, logits: Tensor) -> None:
         if self._likelihood == "categorical" and _classes_last(logits).shape[-1] == 1:
             raise ValueError(
-                f'likelihood="categorical" needs two classes at least, but the model returned '
+                'likelihood="categorical" needs two classes at least, but the model returned '
                 f"shape {tuple(logits.shape)}, which is one class: its Fisher is zero. Choose "
                 'likelihood="bernoulli" (binary_cross_entropy_with_logits) or "gaussian" '
                 "(mse_loss)"
             )
 
     def _run(self, number: int) -> None:
-        output = self._waiting.pop(number, None)
+        output, rows = self._waiting.pop(number, (None, 1))
         captures = self.wanting()
         weights = list(dict.fromkeys(capture.in_graph for capture in captures))  # may be shared
         if output is None or not weights:
@@ -171,7 +184,7 @@ class ExtraPass:
         plan = self._plan
         plan.extra_pass_of, plan.extra_pass_first = torch._C._current_graph_task_id(), True
         try:
-            for gradient in self._gradients(output.detach()):
+            for gradient in self._gradients(output.detach(), rows):
                 torch.autograd.grad(output, weights, gradient, retain_graph=True, allow_unused=True)
                 plan.extra_pass_first = False
                 for capture in captures:
@@ -179,11 +192,11 @@ class ExtraPass:
         finally:
             plan.extra_pass_of = None
 
-    def _gradients(self, output: Tensor) -> Iterator[Tensor]:
+    def _gradients(self, output: Tensor, rows: int) -> Iterator[Tensor]:
         if self._exact:
-            yield from all_gradients(output, self._likelihood, self._reduction)
+            yield from all_gradients(output, self._likelihood, self._reduction, rows)
         else:
-            yield sampled_gradient(output, self._likelihood, self._reduction)
+            yield sampled_gradient(output, self._likelihood, self._reduction, rows)
 
 
 def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | None) -> Tensor:

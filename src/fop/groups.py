@@ -71,9 +71,10 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
     owners, sequence_first = _owners(model), _sequence_first(model)
     found: list[FoundLayer] = []
     taken: set[nn.Parameter | None] = set()
+    left_out = _LeftOut()
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            layers = _attention_layers(name, module, skipped, owners, attentions)
+            layers = _attention_layers(name, module, skipped, owners, attentions, left_out)
             found += [layer for layer in layers if layer.weight not in taken]
             taken |= {layer.weight for layer in layers}
             continue
@@ -82,15 +83,11 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
         layer, weight = layer_for(module, norms=norms), module._parameters.get("weight")
         if layer is None and any(p is not None for p in module._parameters.values()):
             # Seen by default where a user would expect curvature: matrices of torch's layers.
-            torchs_own = type(module).__module__.startswith("torch.nn.")
+            torchs_own = type(module).__module__.startswith("torch.nn.modules.")
             matrix = any(p is not None and p.dim() > 1 for p in module._parameters.values())
             surprising = torchs_own and matrix and module not in skipped
-            logger.log(
-                logging.WARNING if surprising else logging.INFO,
-                "%r is trained by the fallback rule: no curvature for %s",
-                name,
-                type(module).__name__,
-            )
+            kind = type(module).__name__
+            left_out.add(name, f"no curvature for {kind}", surprising=surprising)
         if layer is None or module in skipped or weight in taken:
             continue
         sharing = owners.get(weight, []) if weight is not None else []
@@ -106,11 +103,27 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
             if reason is None and (uses is None or not skipped.isdisjoint(sharing)):
                 reason = "it shares parameters with a module that is not preconditioned"
         if reason is not None or weight is None or uses is None:
-            logger.info("layer %r is trained by the fallback rule: %s", name, reason)
+            left_out.add(name, str(reason))
             continue
         taken.add(weight)
         found.append(FoundLayer(name, weight, _common_bias(uses, owners), uses, name))
+    left_out.log()
     return found
+
+
+class _LeftOut:
+    """Modules without curvature, for one message per reason."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, str], list[str]] = {}
+
+    def add(self, name: str, reason: str, *, surprising: bool = False) -> None:
+        level = logging.WARNING if surprising else logging.INFO
+        self._names.setdefault((level, reason), []).append(repr(name))
+
+    def log(self) -> None:
+        for (level, reason), names in self._names.items():
+            logger.log(level, "uses the fallback optimizer (%s): %s", reason, ", ".join(names))
 
 
 def _attention_layers(
@@ -119,6 +132,7 @@ def _attention_layers(
     skipped: set[nn.Module],
     owners: Mapping[nn.Parameter, list[nn.Module]],
     attentions: Sequence[nn.MultiheadAttention],
+    left_out: _LeftOut,
 ) -> list[FoundLayer]:
     """The projections of one attention that can be preconditioned.
 
@@ -142,7 +156,7 @@ def _attention_layers(
             reason = "it shares parameters with a module of another kind, or one that is skipped"
         place = f"{name}.{role}" if name else role
         if reason is not None or weight is None:
-            logger.info("layer %r is trained by the fallback rule: %s", place, reason)
+            left_out.add(place, str(reason))
             continue
         alike = all(attention_parameters(user, role)[1] is bias for user in users)
         if bias is None or not alike or len(owners[bias]) != len(users):

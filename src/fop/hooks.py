@@ -20,7 +20,9 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
-from fop.layers import Layer, NormLayer
+from fop.examples import TRANSPOSED, Layout
+from fop.layers import Layer, NormLayer, folded
+from fop.linalg import on_host
 from fop.verify import VerifiedLayer
 
 
@@ -210,17 +212,13 @@ class LayerHook(WatchingHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        if self._track is None or not torch.is_grad_enabled():
+        if self._track is None:
+            return None
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled evaluation
             return None
         x = args[0] if args else kwargs.get("input")
         tracked: Tensor | None = self._track(
-            self._capture,
-            self._adapter,
-            self._curvature,
-            module,
-            x,
-            output,
-            self._sequence_first,
+            self._capture, self._adapter, self._curvature, self._sequence_first, module, x, output
         )
         return tracked
 
@@ -255,25 +253,32 @@ def _track(
     reference: weakref.ref[LayerCapture],
     adapter: VerifiedLayer,
     curvature: bool,
+    sequence_first: bool,
     module: nn.Module,
     x: Any,
     output: Any,
-    sequence_first: bool,
 ) -> Tensor | None:
-    weight, capture = module._parameters.get("weight"), reference()
+    capture, weight = reference(), module._parameters.get("weight")
     if capture is None or in_transform():
         return None
     if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
-        if capture.tracks(weight):
+        if torch.is_grad_enabled() and capture.tracks(weight):
             capture.disable("its forward does not take one tensor and return one")
         return None
+    if not torch.is_grad_enabled():
+        # Reentrant activation checkpointing, which runs this call again, or evaluation.
+        if capture.plan.examples.current is not None:
+            _layout(capture, adapter, x, sequence_first)
+        return None
+    # Also of calls that are not tracked, for what they tell about others.
+    layout = _layout(capture, adapter, x, sequence_first)
     if in_transform(output) or not wanted(reference, weight, x):
         return None
-    layer = adapter.at_call(module, x, output, capture)
+    verified = adapter.at_call(module, x, output, capture)
+    layer = None if verified is None else fit(capture, verified, layout)
     if layer is None:
         return None
-    swap = sequence_first and x.dim() == 3
-    if swap:
+    if layout.sequence_first:
         x, output = x.transpose(0, 1), output.transpose(0, 1)
     tracked: Tensor
     if isinstance(layer, NormLayer):
@@ -286,7 +291,25 @@ def _track(
         tracked = TrackedCall.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, layer, curvature, reference, (output,)
         )
-    return tracked.transpose(0, 1) if swap else tracked
+    return tracked.transpose(0, 1) if layout.sequence_first else tracked
+
+
+def _layout(
+    capture: LayerCapture, adapter: VerifiedLayer, x: Tensor, sequence_first: bool
+) -> Layout:
+    examples = capture.plan.examples
+    if sequence_first and x.dim() == 3:
+        examples.declared(adapter, x.transpose(0, 1), sequence_first=True)
+        return TRANSPOSED
+    return examples.layout(adapter, adapter.layer, x, read=capture.wants_sums or on_host(x))
+
+
+def fit(capture: LayerCapture, layer: Layer, layout: Layout) -> Layer | None:
+    """The layer for such a call; None, and noted, where the call has no single examples."""
+    if layout.mismatch is not None:
+        capture.mismatch = layout.mismatch
+        return None
+    return folded(layer, layout.rows)
 
 
 def watch_module(

@@ -5,8 +5,10 @@ A problem that stops the step is an error, and lives in checks.py.
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +16,28 @@ from torch import Tensor
 from fop.block import Block
 from fop.scaling import Number
 
-# From here to the caller of step(): this file, two of the engine, the optimizer, torch's wrapper.
-CALLER_OF_STEP = 6
+logger = logging.getLogger("fop")
+
+# Whose lines are not the user's.
+LIBRARIES = frozenset(
+    {"fop", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate"}
+)
+
+
+def warn(message: str) -> None:
+    """A warning that points at the user's own line, however many calls of libraries are between."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _package(frame.f_globals) in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+def _package(module: Mapping[str, object]) -> str:
+    return str(module.get("__name__", "")).partition(".")[0]
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 class Notices:
@@ -27,53 +49,87 @@ class Notices:
     def _once(self, topic: str, message: str) -> None:
         if topic not in self._said:
             self._said.add(topic)
-            warnings.warn(f"{message} (Said once.)", RuntimeWarning, stacklevel=CALLER_OF_STEP)
+            warn(f"{message} (Said once.)")
 
     def not_inverted(self, blocks: Sequence[Block]) -> None:
         """Said every time, because it may pass or get worse."""
-        warnings.warn(
-            f"the curvature of {', '.join(repr(block.name) for block in blocks)} could not be "
+        warn(
+            f"the curvature of {listed(block.name for block in blocks)} could not be "
             "inverted, not even in float64 with more damping: the previous inverse is used where "
-            "there is one, else the plain gradient. If this repeats, raise damping.",
-            RuntimeWarning,
-            stacklevel=CALLER_OF_STEP - 1,
+            "there is one, else the plain gradient. If this repeats, raise damping."
         )
 
     def skipped(self, in_a_row: int, what: str) -> None:
         """Said each time that it starts."""
-        warnings.warn(
+        warn(
             f"the last {in_a_row} steps were skipped because something was non-finite: {what}. "
             "Nothing is learned until that ends. optimizer.skipped_steps counts such steps; look "
-            "for bad data, a loss that overflows, or a learning rate that is too large.",
-            RuntimeWarning,
-            stacklevel=CALLER_OF_STEP - 1,
+            "for bad data, a loss that overflows, or a learning rate that is too large."
         )
 
     def never_called(self, blocks: Sequence[Block]) -> None:
         if blocks:
-            self._once(
-                "never called",
-                f"{_listed(blocks)} use the fallback optimizer: they have gradients, but no call "
-                "of their modules was seen, so their weights are used directly (F.linear(x, "
-                "layer.weight), a fused kernel). Call the modules to give them curvature, or name "
-                "them in skip=[...].",
+            warn(
+                "some layers use the fallback optimizer, because they have gradients, but no call "
+                "of their modules was seen: their weights are used directly (F.linear(x, "
+                "layer.weight), a fused kernel). Call the modules to give them curvature, or list "
+                f"them in skip: {listed(block.name for block in blocks)}"
             )
 
-    def given_up(self, block: Block) -> None:
-        self._once(
-            f"given up {block.name}",
-            f"embedding {block.name!r} is called with one row of indices for the whole batch, so "
-            "it sees no single examples: it follows its plain gradient with momentum. Pass "
-            f"skip=[{block.name!r}] to train it by the fallback rule.",
-        )
+    def mismatches(self, blocks: Sequence[Block]) -> None:
+        """Of layers some of whose calls had no single examples."""
+        found = {b: b.capture.mismatch for b in blocks if b.capture.mismatch is not None}
+        self._no_examples({b: f"{rows} and {size}" for b, (rows, size) in found.items()})
 
-    def misfit(self, block: Block) -> None:
-        self._once(
-            f"misfit {block.name}",
-            f"layer {block.name!r} is disabled, because {block.capture.misfit}. Its gradient is "
-            "torch's own, and follows no curvature. Pass "
-            f"skip=[{block.module_name!r}] to have it use the fallback optimizer from the start.",
-        )
+    def called_once(self, blocks: Sequence[Block], usual: float) -> None:
+        self._no_examples(dict.fromkeys(blocks, f"1 and {usual:g}"))
+
+    def _no_examples(self, numbers: Mapping[Block, str]) -> None:
+        new = self._unsaid("no examples", numbers)
+        tables = {block: text for block, text in new.items() if block.layer.indexed}
+        if tables:  # nothing to worry about
+            logger.info(
+                "uses the fallback optimizer (looked up once for the whole batch, as position "
+                "embeddings are; rows of a call, and examples of its batch): %s",
+                _with_names(tables),
+            )
+        others = {block: text for block, text in new.items() if block not in tables}
+        if others:
+            warn(
+                "some layers are called with rows that don't belong to single examples: once for "
+                "the whole batch, say, or with a selection of rows. Their half-batch gradients and "
+                "curvature can't be known, so they use the fallback optimizer. Rows of a call, and "
+                f"examples of its batch: {_with_names(others)}. List them in skip to choose that "
+                "from the start. (Said once.)"
+            )
+
+    def other_counts(self, seen: Mapping[Block, float], usual: float) -> None:
+        new = self._unsaid("other count", {block: f"{number:g}" for block, number in seen.items()})
+        if new:
+            warn(
+                f"some layers saw another number of examples than most: {_with_names(new)}, where "
+                f"most saw {usual:g} per backward pass. The inputs of the model don't tell how "
+                "many there are (not all have as many rows in dimension 0), so dimension 0 of a "
+                "layer's input was counted, and half-batches and curvature of these layers may be "
+                "wrong. Keep the examples in dimension 0, or list the layers in skip to use the "
+                "fallback optimizer. (Said once.)"
+            )
+
+    def _unsaid(self, topic: str, texts: Mapping[Block, str]) -> dict[Block, str]:
+        """Of layers that have not been named for this; from now on they have."""
+        new = {b: text for b, text in texts.items() if f"{topic} {b.name}" not in self._said}
+        self._said |= {f"{topic} {block.name}" for block in new}
+        return new
+
+    def misfits(self, blocks: Sequence[Block]) -> None:
+        """A layer is disabled once, so that this is said once of each."""
+        if blocks:
+            reasons = "; ".join(f"{block.name!r}: {block.capture.misfit}" for block in blocks)
+            warn(
+                "some layers use the fallback optimizer, because their modules compute something "
+                "else than fop knows how to precondition. Their gradients are torch's own. List "
+                f"them in skip to choose that from the start. {reasons}"
+            )
 
     def unknown_scale(self) -> None:
         self._once(
@@ -118,18 +174,19 @@ class Notices:
             "data runs the model on an empty batch: (model(x).sum() * 0).backward().",
         )
 
-    def no_halves(self, block: Block, first: Number, second: Number) -> None:
-        if "no halves" in self._said or block.capture.given_up or first == second == 0:
+    def no_halves(self, blocks: Sequence[Block], first: Number, second: Number) -> None:
+        named = [block.name for block in blocks if not block.capture.given_up]
+        if "no halves" in self._said or not named or first == second == 0:
             return
         self._once(
             "no halves",
-            f"layer {block.name!r} saw {int(first)} and {int(second)} examples in the two halves "
-            "of this step's batch: with an empty half there is nothing to project, and such steps "
-            'are KFAC steps. Use at least two examples a step, or, with halves="microbatches", two '
-            'backward passes, or, with halves="ranks", examples on even and on odd ranks.',
+            f"{'layer' if len(named) == 1 else 'layers'} {listed(named)} saw {int(first)} and "
+            f"{int(second)} examples in the two halves of this step's batch: with an empty half "
+            "there is nothing to project, and such steps are KFAC steps. Use at least two examples "
+            'per step, or, with halves="microbatches", two backward passes, or, with '
+            'halves="ranks", examples on even and on odd ranks.',
         )
 
 
-def _listed(blocks: Sequence[Block]) -> str:
-    names = ", ".join(repr(block.name) for block in blocks)
-    return f"layers {names}" if len(blocks) > 1 else f"layer {names}"
+def _with_names(numbers: Mapping[Block, str]) -> str:
+    return ", ".join(f"{block.name!r} {text}" for block, text in numbers.items())

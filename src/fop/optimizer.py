@@ -17,6 +17,7 @@ from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, check_state
 from fop.distributed import describe, join_group
 from fop.engine import Engine
+from fop.examples import watch_batch
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
     GROUP_OPTIONS,
@@ -120,6 +121,8 @@ class SecondOrderOptimizer(Optimizer):
                 else:
                     how = (use.layer, use.curvature, use.sequence_first)
                     handles.append(watch_module(use.module, capture, *how))
+        if watching:
+            handles += watch_batch(self._model, self._engine.plan.examples)
         names = {module: name for name, module in self._model.named_modules()}
         handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None

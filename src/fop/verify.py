@@ -38,7 +38,7 @@ class VerifiedLayer:
     """The adapter of one module, as it was when the module was last called."""
 
     def __init__(self, layer: Layer) -> None:
-        self._layer = layer
+        self.layer = layer
         self._code: tuple[Any, ...] | None = None  # None: not verified
         self._foreign = False
 
@@ -53,24 +53,24 @@ class VerifiedLayer:
         except MisfitError as misfit:
             capture.disable(str(misfit))
         except Exception as error:  # whatever an adapter does on a module that it was not made for
-            kind = type(self._layer).__name__
+            kind = type(self.layer).__name__
             capture.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
         return None
 
     def _verified(self, module: nn.Module, x: Any, output: Any, capture: LayerCapture) -> Layer:
-        layer, code = type(self._layer)(module), _code(module)
+        layer, code = type(self.layer)(module), _code(module)
         refusal = layer.refusal(module)
         if refusal is not None:
             raise MisfitError(refusal)
-        unchanged = code == self._code and vars(layer) == vars(self._layer)
+        unchanged = code == self._code and vars(layer) == vars(self.layer)
         # Nobody knows what code of others will do next: it is verified again with every refresh.
         if unchanged and not (self._foreign and capture.wants_sums):
-            return self._layer
+            return self.layer
         self._foreign = _foreign(module)
         conclusive = verify(layer, module, x, output, foreign=self._foreign)
-        if capture.layer is self._layer:
+        if capture.layer is self.layer:
             capture.use(layer)
-        self._layer, self._code = layer, code if conclusive else None
+        self.layer, self._code = layer, code if conclusive else None
         return layer
 
 

@@ -46,6 +46,7 @@ class Counts:
     filled: float
     gradients: float  # ranks that have one
     misfits: float  # ranks that found that its adapter does not fit
+    mismatches: float  # ranks where a call had no single examples
 
     @staticmethod
     def of(block: Block) -> Counts:
@@ -62,6 +63,7 @@ class Counts:
             filled=capture.saw_examples,
             gradients=block.weight.grad is not None,
             misfits=capture.misfit is not None,
+            mismatches=capture.mismatch is not None,
         )
 
 

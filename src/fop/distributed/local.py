@@ -63,7 +63,7 @@ class _AtHand:
         return block.capture.signed
 
     def examples(self, block: Block) -> tuple[int, int]:
-        first, second = block.capture.examples
+        first, second = (0, 0) if block.capture.mismatch else block.capture.examples
         return first, second
 
     def rescaling(self, block: Block) -> Tensor:

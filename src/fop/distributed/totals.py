@@ -14,6 +14,7 @@ from fop.distributed.comm import Comm, Handle
 from fop.scaling import Number
 
 COUNTS = len(fields(Counts))
+MISMATCHES = [field.name for field in fields(Counts)].index("mismatches")
 
 
 class SummedTotals:
@@ -72,7 +73,8 @@ class SummedTotals:
 
     def examples(self, block: Block) -> tuple[Number, Number]:
         at = self._places[block]
-        return self._totals[at], self._totals[at + 1]
+        known = self._totals[at + MISMATCHES] == 0  # else some call is in neither half
+        return self._totals[at] * known, self._totals[at + 1] * known
 
     def gradient_ratio(self, block: Block) -> Tensor:
         """By how much a sharded layer's gradient was rescaled since its last backward."""

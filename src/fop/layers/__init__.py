@@ -19,6 +19,7 @@ from fop.layers.attention import (
 from fop.layers.base import Layer
 from fop.layers.conv import ConvLayer, ConvTransposeLayer
 from fop.layers.embedding import EmbeddingLayer
+from fop.layers.folded import folded
 from fop.layers.linear import LinearLayer
 from fop.layers.norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, NormLayer
 
@@ -74,6 +75,7 @@ __all__ = [
     "ProjectionLayer",
     "Role",
     "attention_parameters",
+    "folded",
     "has_own_forward",
     "layer_for",
     "supported_type",

@@ -63,6 +63,13 @@ class Layer(ABC):
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output gradient with examples in dimension 0, also for an unbatched call."""
 
+    def free_dimensions(self, x: Tensor) -> int:
+        """How many leading dimensions are treated alike; 0 if the call is unbatched.
+
+        With two or more, as nn.Linear has on [.., .., i], the examples may be in the second.
+        """
+        return 1 if self.batched(x, x)[0].dim() == x.dim() else 0
+
     @abstractmethod
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Gradient of the prepared input."""

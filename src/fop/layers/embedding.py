@@ -39,6 +39,9 @@ class EmbeddingLayer(Layer):
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return (x, grad) if x.dim() > 0 else (x.unsqueeze(0), grad.unsqueeze(0))
 
+    def free_dimensions(self, x: Tensor) -> int:
+        return x.dim()
+
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         raise AssertionError("indices have no gradient")
 

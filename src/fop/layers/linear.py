@@ -19,6 +19,9 @@ class LinearLayer(Layer):
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return (x, grad) if x.dim() > 1 else (x.unsqueeze(0), grad.unsqueeze(0))
 
+    def free_dimensions(self, x: Tensor) -> int:
+        return x.dim() - 1
+
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return grad @ weight
 

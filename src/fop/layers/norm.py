@@ -113,6 +113,9 @@ class LayerNormLayer(NormLayer):
     def unit_shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(self._shape)
 
+    def free_dimensions(self, x: Tensor) -> int:
+        return x.dim() - len(self._shape)
+
     def units_last(self, x: Tensor) -> Tensor:
         if x.dim() == len(self._shape):
             return x.reshape(1, 1, -1)
