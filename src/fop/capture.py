@@ -176,8 +176,15 @@ class LayerCapture:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the layer's matrix, as trained at present."""
-        own = self.layer.own_weight(self.whole_weight)
-        return self.layer.matrix_shape(own, self.bias is not None)
+        return self._shape(self.bias is not None)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """With a trained bias and with a frozen one."""
+        return [self._shape(True), self._shape(False)] if self._bias is not None else [self.shape]
+
+    def _shape(self, has_bias: bool) -> tuple[int, int]:
+        return self.layer.matrix_shape(self.layer.own_weight(self.whole_weight), has_bias)
 
     @property
     def wants_sums(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
-from fop.checkpoints import RULE_KEYS, LayerMatrix
+from fop.checkpoints import RULE_KEYS, LayerEntries
 from fop.checks import check_captured, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
@@ -96,24 +96,18 @@ class Engine:
         """Names of what curvature keeps in the optimizer's state."""
         return {key for block in self.blocks for key in block.keys}
 
-    def matrices(self) -> list[LayerMatrix]:
-        """The shapes that a state has to fit."""
+    def declared(self) -> list[LayerEntries]:
+        """What a state may hold for each layer."""
         return [
-            LayerMatrix(
-                block.name, block.weight, block.layer.state_prefix, block.layer.groups, *block.shape
+            LayerEntries(
+                block.name,
+                block.weight,
+                block.layer.state_prefix,
+                block.curvature.keys,
+                block.sizes,
             )
             for block in self.blocks
         ]
-
-    def drop_foreign(self, state: State) -> None:
-        """Forget what another curvature, or way of damping, has left in a state."""
-        known: dict[Tensor, set[str]] = {}
-        for block in self.blocks:
-            known.setdefault(block.weight, {*RULE_KEYS, "step"}).update(block.keys)
-        for weight, keys in known.items():
-            own = state.get(weight, {})
-            for key in own.keys() - keys:
-                del own[key]
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""

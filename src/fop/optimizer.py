@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
-from fop.checkpoints import RULE_KEYS, STATE_FORMAT, check_state
+from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
 from fop.distributed import join_group
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
@@ -249,29 +249,21 @@ class SecondOrderOptimizer(Optimizer):
         saved under another `damping_mode` goes on from its moving averages. With several ranks, all
         of them load the whole state; their number may be another than when it was saved.
         """
-        check_state(state_dict, self.param_groups, self._engine.matrices())
-        before = {"state": self.state, "param_groups": self.param_groups}
-        try:
-            super().load_state_dict(dict(state_dict))
-            self._restore_precision(state_dict)
-        except BaseException:
-            self.__setstate__(before)
-            raise
-        for group in self.param_groups:
-            group["state_format"] = STATE_FORMAT
+        # Torch's own method casts curvature to the parameter's type, and runs the hooks after any
+        # check that could be made here.
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        state, groups = read_state(state_dict, self.param_groups, self._engine.declared())
+        self._settings.interval(groups[0]["steps"] + 1)  # the user's function may raise
+        self.__setstate__({"state": state, "param_groups": groups})
         self._consolidated = None
-        self._engine.drop_foreign(self.state)
         self._engine.adopt(self.state)
         self._engine_reset()
         self._prepare()
-
-    def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
-        """Undo torch's cast of all state to the parameter's type, which may be half precision."""
-        for number, parameter in self._numbered(state_dict):
-            for key in self._engine.curvature_keys:
-                value = state_dict["state"].get(number, {}).get(key)
-                if isinstance(value, Tensor):
-                    self.state[parameter][key] = value.detach().clone().to(parameter.device)
+        for done in self._optimizer_load_state_dict_post_hooks.values():
+            done(self)
 
     def _numbered(self, state_dict: Mapping[str, Any]) -> Iterable[tuple[int, Tensor]]:
         """The parameters with their numbers in a state_dict."""

@@ -6,12 +6,13 @@ without further ado, and resume continues bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from fop.entries import AnyEntry
 from fop.projection import Metric
 from fop.squares import Eigenbasis
 
@@ -54,8 +55,8 @@ class RefreshJob:
 
 
 class Curvature(Protocol):
-    keys: tuple[str, ...]
-    """Names of all entries this curvature keeps in a state."""
+    keys: Mapping[str, AnyEntry]
+    """All entries this curvature keeps in a state, by name: what loading checks them against."""
 
     def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
         """Take a batch's factors A, G into the moving averages; the first initialises them."""
