@@ -51,7 +51,9 @@ def _replaced(blocks: Sequence[Block], gradients: Mapping[Tensor, Tensor]) -> Ex
 def check_captured(counts: Mapping[Block, Counts]) -> None:
     """Raise where a layer is to have its first curvature and has a gradient, but no statistics."""
     for block, count in counts.items():
-        excused = block.capture.given_up or (count.empty and not count.filled)
+        excused = (
+            block.capture.given_up or block.capture.foreign or (count.empty and not count.filled)
+        )
         if count.gradients and not (count.examples or excused or block.ready):
             raise RuntimeError(
                 f"layer {block.name!r} has a gradient, but no backward pass through the module "

@@ -116,8 +116,7 @@ class Engine:
         for block, phase in zip(self.blocks, self._phases(interval), strict=True):
             capture = block.capture
             capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
-            capture.saw_empty = capture.saw_examples = False
-            capture.replaced = capture.bypassed = False
+            capture.begin_step()
             capture.basis = None
             if block.ready and self.exchange.owns(block):
                 capture.basis = block.curvature.basis(block.state_in(state))
@@ -162,8 +161,16 @@ class Engine:
         self.plan.passes.forget()
         self.exchange.forget()
 
+    def forget(self) -> None:
+        """Forget everything that was captured."""
+        for block in self.blocks:
+            block.capture.forget()
+        self.reset()
+
     def step(self, groups: Iterable[Group], state: State, loss_scale: LossScale | None) -> bool:
         """Change every parameter that has a gradient; True if curvature must be tried again."""
+        for block in self.blocks:
+            block.capture.meet_gradient()
         options = {parameter: group for group in groups for parameter in group["params"]}
         trained = self.exchange.trained(options)
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
@@ -184,6 +191,8 @@ class Engine:
         for block in active:
             if block.capture.bypassed and not block.capture.given_up and block.ready:
                 self.notices.bypassed(block)
+            elif block.capture.foreign and not block.capture.given_up:
+                self.notices.foreign(block)
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
         with_sums = []
@@ -202,7 +211,7 @@ class Engine:
             self._look_for_halves(with_sums, reading)
             failed, sound = self._refresh(with_sums, reading, gathered, options, state)
         for block in active:
-            block.capture.sums = None
+            block.capture.drop_sums()
         directions, healthy, verdicts = self._precondition(
             active, expecting, failed, gathered, totals, options, state
         )
@@ -307,7 +316,7 @@ class Engine:
             if self.exchange.owns(block) and not block.capture.given_up
         ]
         for block in fresh:
-            block.capture.sums = None
+            block.capture.drop_sums()
         self._make_factors(mine)
         # Sums that are finite on each rank may not be so together, or once they are scaled.
         bounds = (bound for _, sums in mine for bound in sums.bounds())

@@ -260,7 +260,7 @@ class SecondOrderOptimizer(Optimizer):
         self.__setstate__({"state": state, "param_groups": groups})
         self._consolidated = None
         self._engine.adopt(self.state)
-        self._engine_reset()
+        self._engine.forget()
         self._prepare()
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
