@@ -608,3 +608,75 @@ def test_a_state_brings_the_options_of_its_groups_and_leaves_those_of_the_constr
     assert same(*found)
     train(saved, first, [images(seed=s, dtype=torch.float64) for s in range(3, 9)])
     assert not same(found[0], snapshot(saved))  # whose constructor had other settings
+
+
+# ---- resume, where a loop leaves more behind than the state
+
+
+@pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("halves", ["samples", "microbatches"])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_odd_batches_and_the_models_zero_grad_resume_bit_for_bit(
+    kind: Any, set_to_none: bool, halves: str, at: int
+) -> None:
+    """The odd example goes where fewer are in this gradient, not in one that is gone."""
+    settings: dict[str, Any] = {"halves": halves} if kind is fop.FOP else {}
+
+    def run(model: nn.Module, optimizer: Any, seeds: range) -> None:
+        for seed in seeds:
+            model.zero_grad(set_to_none)
+            for part in range(3):
+                x, y = points(5 + 2 * part, 10 * seed + part)
+                (cross_entropy(model(x), y) / 3).backward()
+            optimizer.step()
+
+    whole = mlp()
+    first = kind(whole, **settings)
+    run(whole, first, range(at))
+    resumed = mlp(seed=5)
+    second = kind(resumed, **settings)
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(frozen_copy(first))
+    run(whole, first, range(at, 9))
+    run(resumed, second, range(at, 9))
+    assert same(snapshot(whole), snapshot(resumed))
+
+
+@pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
+@pytest.mark.parametrize(
+    "settings", [{}, {"damping_mode": "exact"}, {"curvature": "ekfac"}, {"norms": "unitwise"}]
+)
+@pytest.mark.parametrize("when", ["before loading", "after loading"])
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_bias_frozen_when_training_is_resumed_resumes_bit_for_bit(
+    kind: Any, settings: dict[str, Any], when: str, zero: str, at: int
+) -> None:
+    def build(seed: int) -> tuple[nn.Sequential, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
+        return model, kind(model, **settings)
+
+    def freeze(model: nn.Sequential) -> None:
+        for index in (0, 1):
+            model[index].bias.requires_grad_(False)
+
+    def run(model: nn.Module, optimizer: Any, seeds: range) -> None:
+        for seed in seeds:
+            (model if zero == "model" else optimizer).zero_grad()
+            x, y = points(7, seed)
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    whole, first = build(0)
+    run(whole, first, range(at))
+    resumed, second = build(1)
+    if when == "before loading":
+        freeze(resumed)
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    second.load_state_dict(frozen_copy(first))
+    for model, optimizer in ((whole, first), (resumed, second)):
+        freeze(model)
+        run(model, optimizer, range(at, at + 7))
+    assert same(snapshot(whole), snapshot(resumed))
