@@ -132,6 +132,13 @@ class LayerCapture:
 
     @property
     def captured(self) -> Captured | None:
+        """What belongs to `p.grad`; while a pass is running, what it has added to so far."""
+        captured = self._found()
+        if captured is None and self._latest is not None and self._latest.running:
+            return self._latest  # DistributedDataParallel puts views of its buckets there
+        return captured
+
+    def _found(self) -> Captured | None:
         """What belongs to `p.grad`, the tensor that it is now."""
         grad = self.weight.grad
         if grad is None:
@@ -261,9 +268,8 @@ class LayerCapture:
     def reset(self) -> None:
         """Forget what belonged to `p.grad`, which is gone or zero from now on."""
         self._pending = self._latest = self._unreduced = self._unexplained = self._with_bias = None
-        grad = self.weight.grad
-        self._known = [c for c in self._known if not (c.lost or c.belongs_to(grad))]
-        if grad is not None:
+        self._known = self._set_aside()
+        if self.weight.grad is not None:
             self._keep(self._new())
 
     def forget(self) -> None:
@@ -300,9 +306,14 @@ class LayerCapture:
         """It belongs to the present `p.grad` from now on."""
         grad = self.weight.grad
         assert grad is not None
-        others = [c for c in self._known if not (c is captured or c.lost or c.belongs_to(grad))]
+        others = [c for c in self._set_aside() if c is not captured]
         captured.mark(grad)
         self._known = [*others, captured]
+
+    def _set_aside(self) -> list[Captured]:
+        """Of gradients that may come back, but are not `p.grad` at present."""
+        grad = self.weight.grad
+        return [c for c in self._known if c.returns and not c.belongs_to(grad)]
 
     def gradient_norms(self) -> tuple[Tensor, Tensor]:
         """Of `p.grad`, or this rank's rows of it: as its last backward left it, and as it is."""
@@ -389,7 +400,7 @@ class LayerCapture:
 
     def _joined(self, task: int) -> Pending | None:
         """Adds to what was captured before; None where `p.grad` has nothing of it, or more."""
-        grad, captured = self.weight.grad, self.captured
+        grad, captured = self.weight.grad, self._found()
         if captured is None:
             return None
         if grad is None or captured.unchanged(grad):
@@ -458,7 +469,7 @@ class LayerCapture:
         self.bypassed |= self._expecting and not self.saw_empty
         if self.sharded:
             return
-        grad, captured = self.weight.grad, self.captured
+        grad, captured = self.weight.grad, self._found()
         assert grad is not None
         if captured is not None and self.saw_empty:
             return  # nothing was added

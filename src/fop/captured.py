@@ -34,13 +34,17 @@ class Captured:
     version: int = -1
     norm: Tensor | None = None  # of a shard: of the rank's own rows
 
+    @property
+    def returns(self) -> bool:
+        """Whether the gradient may be put back, after it was taken from `p.grad`.
+
+        DistributedDataParallel puts the same view of a bucket there over and over, for new ones.
+        """
+        grad = None if self.gradient is None else self.gradient()
+        return grad is not None and not grad._is_view()
+
     def belongs_to(self, grad: Tensor | None) -> bool:
         return self.gradient is not None and grad is not None and self.gradient() is grad
-
-    @property
-    def lost(self) -> bool:
-        """Whether the gradient is gone for good."""
-        return self.gradient is None or self.gradient() is None
 
     def mark(self, grad: Tensor) -> None:
         """It belongs to this gradient, as it is now."""

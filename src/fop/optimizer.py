@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
-from fop.distributed import join_group
+from fop.distributed import GroupReference, join_group
 from fop.engine import Engine
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
@@ -92,6 +92,7 @@ class SecondOrderOptimizer(Optimizer):
                 "next; use param_groups for different settings"
             )
         settings = self._settings
+        self._wrapper, self._process_group = wrapper, GroupReference.to(process_group)
         self._exchange = join_group(
             self._model, wrapper, process_group, settings.strategy, settings.difference_dtype
         )
@@ -226,8 +227,7 @@ class SecondOrderOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; with several ranks, after `consolidate_state_dict()`."""
         packed = super().state_dict()
-        partial = self._exchange.sharded or self._exchange.has_shards
-        if not partial or self.steps == 0:
+        if self._part is None or self.steps == 0:
             return packed
         if self._consolidated is None:
             raise RuntimeError(
@@ -282,16 +282,33 @@ class SecondOrderOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model in the same pickle or deep copy, the two stay connected.
+        names = ("_model", "_settings", "_skip", "_wrapper", "_process_group")
         parts: dict[str, Any] = dict(super().__getstate__())
-        return {**parts, "_model": self._model, "_settings": self._settings, "_skip": self._skip}
+        parts.update({name: self.__dict__[name] for name in names})
+        return {**parts, "_part": self._part}
+
+    @property
+    def _part(self) -> tuple[int, int] | None:
+        """Rank and number of ranks, where a rank keeps a part of the state only."""
+        exchange = self._exchange
+        partial = exchange.sharded or exchange.has_shards
+        return (exchange.index, exchange.ranks) if partial else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        part = state.pop("_part", None)
         super().__setstate__(state)
-        if (
-            "_model" in state
-        ):  # unpickled or copied; load_state_dict also comes through here, without it
-            norms = self._settings.norms == "unitwise"
-            self._attach(find_layers(self._model, self._skip, norms=norms))
+        if "_model" not in state:  # load_state_dict also comes through here
+            return
+        norms = self._settings.norms == "unitwise"
+        layers = find_layers(self._model, self._skip, norms=norms)
+        group = self._process_group
+        self._attach(layers, self._wrapper, None if group is None else group.group)
+        if part is not None and part != self._part and self.steps:
+            raise RuntimeError(
+                f"this optimizer was pickled on rank {part[0]} of {part[1]}, with that rank's part "
+                f"of the state, but this is rank {self._exchange.index} of {self._exchange.ranks}: "
+                "call consolidate_state_dict() on all ranks, then save and load state_dict()"
+            )
 
     def __repr__(self) -> str:
         layers = len(self._engine.blocks)
