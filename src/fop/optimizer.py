@@ -245,9 +245,14 @@ class SecondOrderOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; training continues bit for bit as from where it was saved.
 
-        A state that does not belong to this optimizer is refused and changes nothing. Curvature
-        saved under another `damping_mode` goes on from its moving averages. With several ranks, all
-        of them load the whole state; their number may be another than when it was saved.
+        All that is in `param_groups` comes from the state: lr, momentum, weight_decay, nesterov,
+        damping, the fallback's rule and options, and the number of steps. All other arguments of
+        the constructor (kl_clip, update_every, ...) stay as they are.
+
+        A state that does not belong to this optimizer, or has a damaged entry, is refused and
+        changes nothing. Curvature saved under another `damping_mode` goes on from its moving
+        averages. With several ranks, all of them load the whole state; their number may be another
+        than when it was saved.
         """
         # Torch's own method casts curvature to the parameter's type, and runs the hooks after any
         # check that could be made here.
