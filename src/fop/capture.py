@@ -289,7 +289,8 @@ class LayerCapture:
         if grad is None:
             return
         if captured is None or captured.running:
-            self.foreign |= self._expecting
+            # Without a call here, DistributedDataParallel may have brought it from other ranks.
+            self.foreign |= self._expecting and self.saw_examples
             dropped, captured = captured, self._new(partial=True)
             latest = self._latest
             # Instead of being changed in place, a gradient may have been replaced by what it was
