@@ -94,8 +94,7 @@ def of_another_number_of_groups(state: State) -> None:
 
 
 def under_another_number(state: State) -> None:
-    """As JSON would make it."""
-    state["state"]["0"] = state["state"].pop(0)
+    state["state"][17] = state["state"].pop(0)
 
 
 def with_a_number_twice(state: State) -> None:
@@ -121,7 +120,7 @@ REFUSED: list[tuple[Callable[[State], None], str]] = [
     (of_other_rules, "'0.weight' follows the rule 'curvature', but 'sgd' in the state"),
     (with_another_momentum, r"momentum_buffer of .* '2.weight' should be 3 x 6, but .* \(6, 4\)"),
     (with_another_factor, r"output_factor of layer '0' should be 1 x 6 x 6 or 1 x 6, but .* 3\)"),
-    (under_another_number, "entries under '0', which stands for no parameter of its param_groups"),
+    (under_another_number, "entries under 17, which stands for no parameter of its param_groups"),
     (with_a_number_twice, r"names a parameter twice: its params are \[0, 1, 2, 0\]"),
     (with_too_few_names, "param_names in the state should be 4 names"),
     (without_an_option, r"param_groups\[0\] of the state has no 'refresh_overdue'"),
@@ -436,6 +435,19 @@ def test_a_state_without_a_format_is_of_the_first() -> None:
     data = [points(seed=seed) for seed in range(5, 12)]
     train(one, first, data)
     train(two, second, data)
+    assert same(snapshot(one), snapshot(two))
+
+
+def test_numbers_that_became_text_stand_for_the_same_parameters() -> None:
+    """As torch.distributed.checkpoint and JSON make them."""
+    one, first = trained()
+    two, second = trained(0)
+    state = frozen_copy(first)
+    state["state"] = {str(number): entries for number, entries in state["state"].items()}
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(state)
+    train(one, first, [points(seed=5)])
+    train(two, second, [points(seed=5)])
     assert same(snapshot(one), snapshot(two))
 
 

@@ -62,13 +62,13 @@ def read_state(
     of_weight: dict[Tensor, list[LayerEntries]] = {}
     for layer in layers:
         of_weight.setdefault(layer.weight, []).append(layer)
-    saved = dict(state_dict["state"])
+    saved = _by_number(state_dict["state"], saved_groups)
     state: State = defaultdict(dict)
     for saved_group, group in zip(saved_groups, groups, strict=True):
         members = zip(saved_group["params"], group["params"], group["param_names"], strict=True)
         for number, parameter, name in members:
             if number in saved:
-                entries = saved.pop(number)
+                entries = saved[number]
                 if not isinstance(entries, Mapping):
                     raise TypeError(
                         f"the state of parameter {name!r} should be a dict, got {entries!r}"
@@ -77,12 +77,22 @@ def read_state(
                 for layer in of_weight.get(parameter, ()):
                     own.update(_read_layer(entries, layer))
                 state[parameter] = own
-    if saved:
+    return state, _new_groups(saved_groups, groups)
+
+
+def _by_number(
+    saved: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]
+) -> dict[Any, Any]:
+    """The entries of each parameter. torch.distributed.checkpoint makes text of the numbers."""
+    numbers = [number for group in saved_groups for number in group["params"]]
+    strange = saved.keys() - {key for number in numbers for key in (number, str(number))}
+    if strange:
         raise ValueError(
-            f"the state has entries under {', '.join(map(repr, list(saved)[:3]))}, which stands "
+            f"the state has entries under {', '.join(sorted(map(repr, strange)))}, which stands "
             "for no parameter of its param_groups"
         )
-    return state, _new_groups(saved_groups, groups)
+    found = {number: saved.get(number, saved.get(str(number))) for number in numbers}
+    return {number: entries for number, entries in found.items() if entries is not None}
 
 
 def _checked_groups(
