@@ -143,7 +143,10 @@ class LayerCapture:
         grad = self.weight.grad
         if grad is None:
             return self._unreduced
-        return next((known for known in self._known if known.belongs_to(grad)), None)
+        for known in self._known:
+            if known.belongs_to(grad):
+                return known
+        return None
 
     @property
     def signed(self) -> list[Tensor] | None:
