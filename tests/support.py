@@ -370,9 +370,40 @@ SAFETY = [
         "checkpoints::test_another_way_of_damping_goes_on_from_the_moving_averages",
     ),
     Row(
+        "A state with a damaged entry or option",
+        "refused by name, nothing changed",
+        "checkpoints::test_every_damaged_entry_is_named_and_changes_nothing "
+        "checkpoints::test_every_wrong_option_is_named_and_changes_nothing",
+    ),
+    Row(
+        "Options of a loaded state",
+        "those of its groups count, the constructor's others stay",
+        "checkpoints::test_a_state_brings_the_options_of_its_groups_and_leaves_those_of_the_constructor",
+    ),
+    Row(
         "Resume",
         "bit for bit, `weights_only=True`",
-        "optimizer_contract::test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit",
+        "optimizer_contract::test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit "
+        "checkpoints::test_odd_batches_and_the_models_zero_grad_resume_bit_for_bit "
+        "checkpoints::test_a_bias_frozen_when_training_is_resumed_resumes_bit_for_bit",
+    ),
+    Row(
+        "A gradient that is set aside and put back",
+        "brings its halves along; a copy of it makes a KFAC step, and a warning",
+        "belonging::test_a_gradient_that_comes_back_brings_what_was_captured "
+        "belonging::test_a_copy_put_back_makes_a_kfac_step_and_is_said_once",
+    ),
+    Row(
+        "A backward pass that failed, and was undone",
+        "a KFAC step for the layers it had reached, and a warning",
+        "belonging::test_a_failed_microbatch_that_is_undone_does_not_mix",
+    ),
+    Row(
+        "Freezing, unfreezing or casting in the middle of a step",
+        "the step of the gradients that are there",
+        "toggling::test_what_is_frozen_before_step_is_frozen_after_it "
+        "toggling::test_a_bias_frozen_between_passes_keeps_its_gradient_so_far "
+        "toggling::test_a_model_cast_in_the_middle_of_a_step_goes_on_in_the_new_precision",
     ),
 ]
 

@@ -123,7 +123,7 @@ def test_half_batch_gradients_are_those_of_the_two_halves(kind: type[Miniature])
     for block in optimizer._engine.blocks:
         if block.name in model.tables or "attention" in block.name:
             continue
-        assert block.capture.examples == [EXAMPLES // 2, EXAMPLES // 2]
+        assert list(block.capture.examples) == [EXAMPLES // 2, EXAMPLES // 2]
         for key, signed in zip(("weight", "bias"), block.capture.signed or (), strict=False):
             name = f"{block.name}.{key}"
             assert distance([signed], [halves[0][name] - halves[1][name]]) < 1e-12

@@ -59,6 +59,11 @@ class Block:
     def shape(self) -> tuple[int, int]:
         return self.capture.shape
 
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Groups, rows and columns of the layer's matrix, as it may be: its bias may be frozen."""
+        return [(self.layer.groups, *shape) for shape in self.capture.shapes]
+
     def refresh_cost(self, settings: Settings) -> float:
         rows, columns = self.shape
         widest = settings.max_factor_size

@@ -1,51 +1,121 @@
-"""What a state must be like to be loaded; everything is checked before anything is changed."""
+"""How a state is read: all of it is checked and copied before anything of an optimizer changes."""
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fop.symmetric import stored_shape
+from fop.entries import AnyEntry, Entry, Shape
+from fop.moments import factor_dtype
+from fop.settings import GROUP_CHECKS, check_group
 
 # Written into every parameter group, which is what trainers that rebuild a state_dict keep. Raised
 # when states of older versions can no longer be read as they are; those without a number are of 1.
 STATE_FORMAT = 2
 
-# What the update rules keep, each shaped like its parameter.
-RULE_KEYS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq"})
+# What the update rules keep.
+RULE_ENTRIES: Mapping[str, Entry] = {
+    "momentum_buffer": Entry(lambda parameter: [parameter]),
+    "exp_avg": Entry(lambda parameter: [parameter]),
+    "exp_avg_sq": Entry(lambda parameter: [parameter], low=0.0),
+    "step": Entry(lambda parameter: [()], low=0.0, dtype=torch.float32),
+}
+# Those shaped like the parameter.
+RULE_KEYS = frozenset(RULE_ENTRIES) - {"step"}
+# AdamW's, which are of no use apart.
+TOGETHER = frozenset({"exp_avg", "exp_avg_sq", "step"})
+# Of the fallback optimizer. A state that was saved under another one keeps to its own no longer.
+FALLBACK_OPTIONS = ("rule", "fallback_lr", "betas", "eps")
 
 
 @dataclass(frozen=True)
-class LayerMatrix:
+class LayerEntries:
     """A preconditioned layer, as far as its state must fit it."""
 
     name: str
     weight: Tensor
     prefix: str  # of its keys, where several layers share a weight
-    groups: int
-    rows: int
-    columns: int
+    entries: Mapping[str, AnyEntry]
+    sizes: Sequence[Shape]  # (groups, rows, columns), with a trained bias and with a frozen one
 
 
-def check_state(
+Groups = list[dict[str, Any]]
+State = defaultdict[Tensor, dict[str, Any]]
+
+
+def read_state(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    matrices: Iterable[LayerMatrix],
-) -> None:
-    """Raise, naming what differs, unless the state belongs to an optimizer like this."""
-    layers: dict[Tensor, list[LayerMatrix]] = {}
-    for matrix in matrices:
-        layers.setdefault(matrix.weight, []).append(matrix)
+    layers: Iterable[LayerEntries],
+) -> tuple[State, Groups]:
+    """State and groups for an optimizer with these groups and layers, sharing nothing.
+
+    Raises, naming what differs, unless the state belongs to an optimizer like this. Entries that
+    nobody declares, as those of another `damping_mode`, are left out.
+    """
+    saved_groups = _checked_groups(state_dict, groups)
+    of_weight: dict[Tensor, list[LayerEntries]] = {}
+    for layer in layers:
+        of_weight.setdefault(layer.weight, []).append(layer)
+    saved = _by_number(state_dict["state"], saved_groups)
+    state: State = defaultdict(dict)
+    for saved_group, group in zip(saved_groups, groups, strict=True):
+        members = zip(saved_group["params"], group["params"], group["param_names"], strict=True)
+        for number, parameter, name in members:
+            if number in saved:
+                entries = saved[number]
+                if not isinstance(entries, Mapping):
+                    raise TypeError(
+                        f"the state of parameter {name!r} should be a dict, got {entries!r}"
+                    )
+                own = _read_rules(name, entries, parameter)
+                for layer in of_weight.get(parameter, ()):
+                    own.update(_read_layer(entries, layer))
+                state[parameter] = own
+    return state, _new_groups(saved_groups, groups)
+
+
+def _by_number(
+    saved: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]
+) -> dict[Any, Any]:
+    """The entries of each parameter. torch.distributed.checkpoint makes text of the numbers."""
+    numbers = [number for group in saved_groups for number in group["params"]]
+    strange = saved.keys() - {key for number in numbers for key in (number, str(number))}
+    if strange:
+        raise ValueError(
+            f"the state has entries under {', '.join(sorted(map(repr, strange)))}, which stands "
+            "for no parameter of its param_groups"
+        )
+    found = {number: saved.get(number, saved.get(str(number))) for number in numbers}
+    return {number: entries for number, entries in found.items() if entries is not None}
+
+
+def _checked_groups(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The groups of a state that are like these."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
             f"this is no state_dict of an optimizer, because it has no {missing[0]!r}: it has "
             f"{', '.join(map(repr, state_dict)) or 'nothing'}"
         )
-    saved_groups = state_dict["param_groups"]
+    saved_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
+    whole = isinstance(saved_groups, (list, tuple)) and all(
+        isinstance(saved, Mapping) and isinstance(saved.get("params"), (list, tuple))
+        for saved in saved_groups
+    )
+    if not whole or not isinstance(state_dict["state"], Mapping):
+        raise TypeError(
+            "this is no state_dict of an optimizer: 'state' should be a dict, and 'param_groups' a "
+            "list of dicts with 'params'"
+        )
     for saved in saved_groups:
         _check_format(saved)
     sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
@@ -55,29 +125,13 @@ def check_state(
             f"groups of {sizes[1]}: it is the state of another model, or of an optimizer with "
             "other param_groups, skip or norms. Build the optimizer as it was built for the state"
         )
-    names = [name for group in groups for name in group["param_names"]]
-    place = 0
-    for saved, group in zip(saved_groups, groups, strict=True):
-        saved_names = saved.get("param_names", group["param_names"])
-        members = zip(saved["params"], group["params"], group["param_names"], strict=True)
-        if (saved["rule"] == "curvature") != (group["rule"] == "curvature"):
-            raise ValueError(
-                f"parameter {group['param_names'][0]!r} follows the rule {group['rule']!r}, but "
-                f"{saved['rule']!r} in the state: build the optimizer with the skip and norms that "
-                "the state was saved with"
-            )
-        for index, (number, parameter, name) in enumerate(members):
-            if saved_names[index] != name and saved_names[index] in names:
-                raise ValueError(
-                    f"parameter {place} is {name!r}, but {saved_names[index]!r} in the state: "
-                    "build the optimizer with the param_groups, skip and norms that the state was "
-                    "saved with"
-                )
-            place += 1
-            entries = state_dict["state"].get(number, {})
-            _check_rules(name, entries, parameter)
-            for matrix in layers.get(parameter, ()):
-                _check_factors(entries, matrix)
+    numbers = [number for saved in saved_groups for number in saved["params"]]
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"the state names a parameter twice: its params are {numbers}")
+    _check_names(saved_groups, groups)
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        _check_options(saved, index, group)
+    return saved_groups
 
 
 def _check_format(saved: Mapping[str, Any]) -> None:
@@ -95,29 +149,100 @@ def _check_format(saved: Mapping[str, Any]) -> None:
         )
 
 
-def _check_rules(name: str, entries: Mapping[str, Any], parameter: Tensor) -> None:
-    for key in RULE_KEYS & entries.keys():
-        if entries[key].shape != parameter.shape:
+def _check_names(
+    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    names = [name for group in groups for name in group["param_names"]]
+    place = 0
+    for saved, group in zip(saved_groups, groups, strict=True):
+        saved_names = saved.get("param_names", group["param_names"])
+        if not isinstance(saved_names, (list, tuple)) or len(saved_names) != len(group["params"]):
             raise ValueError(
-                f"parameter {name!r} has shape {tuple(parameter.shape)}, but its {key} in the "
-                f"state has {tuple(entries[key].shape)}: it is the state of another model"
+                f"param_names in the state should be {len(group['params'])} names, got "
+                f"{saved_names!r}"
             )
-
-
-def _check_factors(entries: Mapping[str, Any], matrix: LayerMatrix) -> None:
-    groups = matrix.groups
-    for key, size in (("output_factor", matrix.rows), ("input_factor", matrix.columns)):
-        factor = entries.get(matrix.prefix + key)
-        # A bias that is frozen, or no longer is, changes the size by one.
-        if factor is not None and not _fits(factor, groups, size):
-            shape = " x ".join(map(str, stored_shape(groups, size)))
+        if (saved["rule"] == "curvature") != (group["rule"] == "curvature"):
             raise ValueError(
-                f"the {key} of layer {matrix.name!r} should be {shape}, but has "
-                f"shape {tuple(factor.shape)} in the state: it is the state of another model"
+                f"parameter {group['param_names'][0]!r} follows the rule {group['rule']!r}, but "
+                f"{saved['rule']!r} in the state: build the optimizer with the skip and norms that "
+                "the state was saved with"
             )
+        for saved_name, name in zip(saved_names, group["param_names"], strict=True):
+            if saved_name != name and saved_name in names:
+                raise ValueError(
+                    f"parameter {place} is {name!r}, but {saved_name!r} in the state: "
+                    "build the optimizer with the param_groups, skip and norms that the state was "
+                    "saved with"
+                )
+            place += 1
 
 
-def _fits(factor: Tensor, groups: int, size: int) -> bool:
-    sizes = range(size - 1, size + 2)
-    forms = {form for d in sizes for form in (stored_shape(groups, d), (groups, d))}
-    return tuple(factor.shape) in forms
+def _check_options(saved: Mapping[str, Any], index: int, group: Mapping[str, Any]) -> None:
+    """By the constructor's own checks."""
+    missing = sorted((group.keys() & GROUP_CHECKS.keys()) - saved.keys())
+    if missing:
+        raise ValueError(
+            f"param_groups[{index}] of the state has no {missing[0]!r}: it was changed after it "
+            "was saved, or saved by another version of fop"
+        )
+    try:
+        check_group(saved)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"in param_groups[{index}] of the state, {error}") from None
+
+
+def _read_rules(name: str, entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    missing = sorted(TOGETHER - entries.keys())
+    if missing and len(missing) < len(TOGETHER):
+        raise ValueError(
+            f"parameter {name!r} has no {missing[0]} in the state, but other entries of AdamW"
+        )
+    size = tuple(parameter.shape)
+    return {
+        key: entry.read(
+            f"the {key} of parameter {name!r}",
+            entries[key],
+            [size],
+            parameter.dtype,
+            parameter.device,
+        )
+        for key, entry in RULE_ENTRIES.items()
+        if key in entries
+    }
+
+
+def _read_layer(entries: Mapping[str, Any], layer: LayerEntries) -> dict[str, Any]:
+    weight = layer.weight
+    return {
+        layer.prefix + key: entry.read(
+            f"the {key} of layer {layer.name!r}",
+            entries[layer.prefix + key],
+            layer.sizes,
+            factor_dtype(weight.dtype),
+            weight.device,
+        )
+        for key, entry in layer.entries.items()
+        if layer.prefix + key in entries
+    }
+
+
+def _new_groups(
+    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> Groups:
+    """The options of the state; parameters and their names stay this optimizer's."""
+    return [
+        {
+            **copy.deepcopy({k: v for k, v in saved.items() if k != "params"}),
+            **({} if _same_fallback(saved, group) else {k: group[k] for k in FALLBACK_OPTIONS}),
+            "params": group["params"],
+            "param_names": group["param_names"],
+            "state_format": STATE_FORMAT,
+        }
+        for saved, group in zip(saved_groups, groups, strict=True)
+    ]
+
+
+def _same_fallback(saved: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Only SGD may go without a learning rate of its own."""
+    own_rate = [options["fallback_lr"] is not None for options in (saved, group)]
+    return saved["rule"] == group["rule"] and own_rate[0] == own_rate[1]

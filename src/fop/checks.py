@@ -85,8 +85,7 @@ def bypassed_layers(counts: Mapping[Block, Counts], blocks: Sequence[Block]) -> 
     bypassed = [
         block
         for block, count in counts.items()
-        if count.gradients
-        and not (count.examples or block.ready or (count.empty and not count.filled))
+        if count.gradients and not (count.examples or block.ready or _excused(block, count))
     ]
     works = any(count.examples for count in counts.values()) or any(b.ready for b in blocks)
     if not bypassed or works:
@@ -101,3 +100,8 @@ def bypassed_layers(counts: Mapping[Block, Counts], blocks: Sequence[Block]) -> 
         '(F.linear(x, layer.weight)), or .grad was set by hand, or, with fisher="mc" or '
         '"exact", the model given to the optimizer was not called'
     )
+
+
+def _excused(block: Block, count: Counts) -> bool:
+    """Whether this step's gradient alone is without statistics."""
+    return block.capture.foreign or bool(count.empty and not count.filled)

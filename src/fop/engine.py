@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fop.block import Block, State
 from fop.capture import CapturePlan, LayerCapture
-from fop.checkpoints import RULE_KEYS, LayerMatrix
+from fop.checkpoints import RULE_KEYS, LayerEntries
 from fop.checks import ModuleTree, bypassed_layers, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
@@ -99,24 +99,18 @@ class Engine:
         """Names of what curvature keeps in the optimizer's state."""
         return {key for block in self.blocks for key in block.keys}
 
-    def matrices(self) -> list[LayerMatrix]:
-        """The shapes that a state has to fit."""
+    def declared(self) -> list[LayerEntries]:
+        """What a state may hold for each layer."""
         return [
-            LayerMatrix(
-                block.name, block.weight, block.layer.state_prefix, block.layer.groups, *block.shape
+            LayerEntries(
+                block.name,
+                block.weight,
+                block.layer.state_prefix,
+                block.curvature.keys,
+                block.sizes,
             )
             for block in self.blocks
         ]
-
-    def drop_foreign(self, state: State) -> None:
-        """Forget what another curvature, or way of damping, has left in a state."""
-        known: dict[Tensor, set[str]] = {}
-        for block in self.blocks:
-            known.setdefault(block.weight, {*RULE_KEYS, "step"}).update(block.keys)
-        for weight, keys in known.items():
-            own = state.get(weight, {})
-            for key in own.keys() - keys:
-                del own[key]
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` capture."""
@@ -126,8 +120,7 @@ class Engine:
         for block, phase in zip(self.blocks, self._phases(interval), strict=True):
             capture = block.capture
             capture.refresh_due = retry or self.settings.refresh_due(next_step, phase)
-            capture.saw_empty = capture.saw_examples = False
-            capture.replaced = capture.bypassed = False
+            capture.begin_step()
             capture.basis = None
             if block.ready and self.exchange.owns(block):
                 capture.basis = block.curvature.basis(block.state_in(state))
@@ -162,7 +155,7 @@ class Engine:
         """From now on the fallback optimizer trains these layers."""
         for block in blocks:
             block.capture.given_up = True
-            block.capture.reset()
+            block.capture.forget()
 
     def _note(self, blocks: Sequence[Block], verdicts: Sequence[Verdict]) -> None:
         for block, (_, ready) in zip(blocks, verdicts, strict=True):
@@ -179,6 +172,12 @@ class Engine:
         self.plan.passes.forget()
         self.exchange.forget()
 
+    def forget(self) -> None:
+        """Forget everything that was captured."""
+        for block in self.blocks:
+            block.capture.forget()
+        self.reset()
+
     def step(
         self,
         groups: Iterable[Group],
@@ -190,6 +189,8 @@ class Engine:
 
         `loss` is what a closure returned, if there was one.
         """
+        for block in self.blocks:
+            block.capture.meet_gradient()
         options = {parameter: group for group in groups for parameter in group["params"]}
         trained: list[Tensor] = list(self.exchange.trained(options))
         gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
@@ -217,6 +218,8 @@ class Engine:
         for block in active:
             if block.capture.bypassed and not block.capture.given_up and block.ready:
                 self.notices.bypassed(block)
+            elif block.capture.foreign and not block.capture.given_up:
+                self.notices.foreign(block)
         expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
         reading = totals.read() if expecting else None
         self.notices.mismatches([b for b in active if not b.capture.given_up])
@@ -242,7 +245,7 @@ class Engine:
             self._look_for_halves(with_sums, reading)
             failed, sound = self._refresh(with_sums, reading, gathered, options, state)
         for block in active:
-            block.capture.sums = None
+            block.capture.drop_sums()
         directions, healthy, verdicts = self._precondition(
             active, expecting, failed, gathered, totals, options, state
         )
@@ -272,12 +275,7 @@ class Engine:
         state: State,
     ) -> None:
         decoupled = self.settings.decoupled_weight_decay
-        preconditioned = {
-            parameter
-            for block in self.blocks
-            if not block.capture.given_up
-            for parameter in block.parameters
-        }
+        disabled = self._disabled_parameters()
         for parameter in trained:
             group, own, go = options[parameter], state[parameter], healthy.to(parameter.device)
             present = totals.present(parameter)
@@ -288,11 +286,19 @@ class Engine:
                 continue
             flag = None if known else go
             update, mine = updates[parameter], local(parameter)
-            lr = group["lr"] if parameter in preconditioned else fallback_lr(group)
-            if parameter in preconditioned or self.settings.fallback == "sgd":
+            preconditioned = group["rule"] == "curvature" and parameter not in disabled
+            lr = group["lr"] if preconditioned else fallback_lr(group)
+            if preconditioned or self.settings.fallback == "sgd":
                 momentum_step(mine, update, own, group, flag, lr, decoupled=decoupled)
             else:
                 adamw_step(mine, update, own, group, flag, lr)
+
+    def _disabled_parameters(self) -> set[Tensor]:
+        """Those that belong to disabled layers alone."""
+        by_status: dict[bool, set[Tensor]] = {True: set(), False: set()}
+        for block in self.blocks:
+            by_status[block.capture.given_up].update(block.capture.all_parameters)
+        return by_status[True] - by_status[False]
 
     def _count(self, taken: Tensor, options: Mapping[Tensor, Group], *, may_read: bool) -> None:
         self.skipped.count(taken)
@@ -394,7 +400,7 @@ class Engine:
             if self.exchange.owns(block)
         ]
         for block in fresh:
-            block.capture.sums = None
+            block.capture.drop_sums()
         self._make_factors(mine)
         # Sums that are finite on each rank may not be so together, or once they are scaled.
         bounds = (bound for _, sums in mine for bound in sums.bounds())

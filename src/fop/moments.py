@@ -44,6 +44,11 @@ class FactorSums:
         if self.squares is not None and other.squares is not None:
             self.squares.add_(other.squares)
 
+    def move(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.inputs, self.outputs = (t.to(device, dtype) for t in (self.inputs, self.outputs))
+        if self.squares is not None:
+            self.squares = self.squares.to(device, dtype)
+
 
 @dataclass(frozen=True)
 class FactorForm:

@@ -149,6 +149,16 @@ class Notices:
             f"optimizer again, with skip=[{block.name!r}] if need be.",
         )
 
+    def foreign(self, block: Block) -> None:
+        self._once(
+            "foreign",
+            f"the gradient of layer {block.name!r} is not the one that its backward passes have "
+            "left: it was replaced by another tensor, holds something from before them, or a pass "
+            "failed before its end. So its halves are not known, and this is a KFAC step for the "
+            "layer. Change gradients in place (p.grad.mul_(...)), and call optimizer.zero_grad() "
+            "after a pass that failed.",
+        )
+
     def unexplained(self, shares: Mapping[Block, Tensor]) -> None:
         """`shares` of the layers' gradients that calls of their modules don't account for."""
         if "unexplained" in self._said or not shares:
@@ -176,7 +186,7 @@ class Notices:
 
     def no_halves(self, blocks: Sequence[Block], first: Number, second: Number) -> None:
         named = [block.name for block in blocks if not block.capture.given_up]
-        if "no halves" in self._said or not named or first == second == 0:
+        if "no halves" in self._said or not named or max(first, second) <= 0:
             return
         self._once(
             "no halves",

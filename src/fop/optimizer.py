@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
-from fop.checkpoints import RULE_KEYS, STATE_FORMAT, check_state
-from fop.distributed import describe, join_group
+from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
+from fop.distributed import GroupReference, describe, join_group
 from fop.engine import Engine
 from fop.examples import watch_batch
 from fop.fisher import ExtraPass, attach_output
@@ -92,6 +92,7 @@ class SecondOrderOptimizer(Optimizer):
     ) -> None:
         """Build the engine and watch the layers; the hooks go when the optimizer does."""
         settings = self._settings
+        self._wrapper, self._process_group = wrapper, GroupReference.to(process_group)
         self._exchange = join_group(
             self._model,
             wrapper,
@@ -213,7 +214,7 @@ class SecondOrderOptimizer(Optimizer):
         """
         if to is not None and not 0 <= to < self._exchange.ranks:
             raise ValueError(f"to must be a rank from 0 to {self._exchange.ranks - 1}, got {to!r}")
-        if not self._partial:
+        if self._part is None:
             return
         mine = {
             index: {
@@ -232,14 +233,9 @@ class SecondOrderOptimizer(Optimizer):
             for index, curvature in ((i, c) for part in parts if part for i, c in part.items()):
                 self._consolidated.setdefault(blocks[index].weight, {}).update(curvature)
 
-    @property
-    def _partial(self) -> bool:
-        """Whether this rank keeps only a part of the state."""
-        return self._exchange.sharded or self._exchange.has_shards
-
     def _meet_trainers(self) -> None:
         explain_clipping(SecondOrderOptimizer)
-        if self._partial:
+        if self._part is not None:
             gather_where_trainers_save(SecondOrderOptimizer)
 
     def _collect_shards(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
@@ -262,7 +258,7 @@ class SecondOrderOptimizer(Optimizer):
         for group in self.param_groups:
             group["skipped_steps"] = self.skipped_steps
         packed = super().state_dict()
-        if not self._partial or self.steps == 0:
+        if self._part is None or self.steps == 0:
             return packed
         if self._consolidated is None:
             raise RuntimeError(
@@ -280,35 +276,32 @@ class SecondOrderOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; training continues bit for bit as from where it was saved.
 
-        A state that does not belong to this optimizer is refused and changes nothing. Curvature
-        saved under another `damping_mode` goes on from its moving averages. With several ranks, all
-        of them load the whole state; their number may be another than when it was saved.
+        All that is in `param_groups` comes from the state: lr, momentum, weight_decay, nesterov,
+        damping, the fallback's rule and options, and the number of steps. All other arguments of
+        the constructor (kl_clip, update_every, ...) stay as they are.
+
+        A state that does not belong to this optimizer, or has a damaged entry, is refused and
+        changes nothing. Curvature saved under another `damping_mode` goes on from its moving
+        averages. With several ranks, all of them load the whole state; their number may be another
+        than when it was saved.
         """
-        check_state(state_dict, self.param_groups, self._engine.matrices())
-        before = {"state": self.state, "param_groups": self.param_groups}
-        try:
-            super().load_state_dict(dict(state_dict))
-            self._restore_precision(state_dict)
-        except BaseException:
-            self.__setstate__(before)
-            raise
-        for group in self.param_groups:
-            group["state_format"] = STATE_FORMAT
+        # Torch's own method casts curvature to the parameter's type, and runs the hooks after any
+        # check that could be made here.
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        state, groups = read_state(state_dict, self.param_groups, self._engine.declared())
+        self._settings.interval(groups[0]["steps"] + 1)  # the user's function may raise
+        self.__setstate__({"state": state, "param_groups": groups})
         self._consolidated = None
         self._engine.skipped.total = int(self.param_groups[0]["skipped_steps"])
-        self._engine.drop_foreign(self.state)
         self._engine.adopt(self.state)
-        self._engine_reset()
+        self._engine.forget()
         self._prepare()
         self._meet_trainers()  # Accelerate loads the state when it takes the optimizer over
-
-    def _restore_precision(self, state_dict: Mapping[str, Any]) -> None:
-        """Undo torch's cast of all state to the parameter's type, which may be half precision."""
-        for number, parameter in self._numbered(state_dict):
-            for key in self._engine.curvature_keys:
-                value = state_dict["state"].get(number, {}).get(key)
-                if isinstance(value, Tensor):
-                    self.state[parameter][key] = value.detach().clone().to(parameter.device)
+        for done in self._optimizer_load_state_dict_post_hooks.values():
+            done(self)
 
     def _numbered(self, state_dict: Mapping[str, Any]) -> Iterable[tuple[int, Tensor]]:
         """The parameters with their numbers in a state_dict."""
@@ -327,16 +320,33 @@ class SecondOrderOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model in the same pickle or deep copy, the two stay connected.
+        names = ("_model", "_settings", "_skip", "_wrapper", "_process_group")
         parts: dict[str, Any] = dict(super().__getstate__())
-        return {**parts, "_model": self._model, "_settings": self._settings, "_skip": self._skip}
+        parts.update({name: self.__dict__[name] for name in names})
+        return {**parts, "_part": self._part}
+
+    @property
+    def _part(self) -> tuple[int, int] | None:
+        """Rank and number of ranks, where a rank keeps a part of the state only."""
+        exchange = self._exchange
+        partial = exchange.sharded or exchange.has_shards
+        return (exchange.index, exchange.ranks) if partial else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        part = state.pop("_part", None)
         super().__setstate__(state)
-        if (
-            "_model" in state
-        ):  # unpickled or copied; load_state_dict also comes through here, without it
-            norms = self._settings.norms == "unitwise"
-            self._attach(find_layers(self._model, self._skip, norms=norms))
+        if "_model" not in state:  # load_state_dict also comes through here
+            return
+        norms = self._settings.norms == "unitwise"
+        layers = find_layers(self._model, self._skip, norms=norms)
+        group = self._process_group
+        self._attach(layers, self._wrapper, None if group is None else group.group)
+        if part is not None and part != self._part and self.steps:
+            raise RuntimeError(
+                f"this optimizer was pickled on rank {part[0]} of {part[1]}, with that rank's part "
+                f"of the state, but this is rank {self._exchange.index} of {self._exchange.ranks}: "
+                "call consolidate_state_dict() on all ranks, then save and load state_dict()"
+            )
 
     def __repr__(self) -> str:
         blocks = [block for block in self._engine.blocks if not block.capture.given_up]

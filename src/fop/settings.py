@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -121,18 +122,11 @@ class Settings:
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise where a parameter group's own options are of the wrong type or range."""
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.dim() == 0:
-        lr = lr.item()
-    _number("lr", lr, low=0.0)
-    for name in ("weight_decay", "momentum"):
-        _number(name, group[name], low=0.0)
-    if group.get("fallback_lr") is not None:
-        _number("fallback_lr", group["fallback_lr"], low=0.0)
-    _number("damping", group["damping"], low=0.0, low_open=True)
-    _flag("nesterov", group["nesterov"])
-    if group["nesterov"] and group["momentum"] == 0:
+    """Raise where one of a parameter group's own options is of the wrong type or range."""
+    for name, check in GROUP_CHECKS.items():
+        if name in group:
+            check(name, group[name])
+    if group.get("nesterov") and group.get("momentum") == 0:
         raise ValueError(
             "nesterov=True needs momentum > 0, but momentum is 0: set momentum, or drop nesterov"
         )
@@ -189,3 +183,47 @@ def _whole(value: object, name: str, unit: str) -> int:
     if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value!r}")
     return value
+
+
+def _learning_rate(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        value = value.item()
+    _number(name, value, low=0.0)
+
+
+def _optional_rate(name: str, value: object) -> None:
+    if value is not None:
+        _number(name, value, low=0.0)
+
+
+def _count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be >= 0, got {value!r}")
+
+
+def _betas(name: str, value: object) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be two numbers, got {value!r}")
+    for index, beta in enumerate(value):
+        _number(f"{name}[{index}]", beta, low=0.0, high=1.0, high_open=True)
+
+
+# What a parameter group may hold, the user's options and the library's own marks. A new one needs a
+# line here, and is then checked when an optimizer is built and when a state is loaded.
+GROUP_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "lr": _learning_rate,
+    "reference_lr": _learning_rate,
+    "fallback_lr": _optional_rate,
+    "momentum": partial(_number, low=0.0),
+    "weight_decay": partial(_number, low=0.0),
+    "nesterov": _flag,
+    "damping": partial(_number, low=0.0, low_open=True),
+    "betas": _betas,
+    "eps": partial(_number, low=0.0),
+    "rule": partial(_one_of, allowed=("curvature", "sgd", "adamw")),
+    "steps": _count,
+    "skipped_steps": _count,
+    "refresh_overdue": _flag,
+}

@@ -6,13 +6,14 @@ without further ado, and resume continues bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fop.entries import AnyEntry, Entry
 from fop.projection import Metric
 from fop.squares import Eigenbasis
 
@@ -60,8 +61,8 @@ class RefreshJob:
 
 
 class Curvature(Protocol):
-    keys: tuple[str, ...]
-    """Names of all entries this curvature keeps in a state."""
+    keys: Mapping[str, AnyEntry]
+    """All entries this curvature keeps in a state, by name: what loading checks them against."""
 
     def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
         """Take a batch's factors A, G into the moving averages; the first initialises them."""
@@ -86,9 +87,9 @@ class Curvature(Protocol):
         ...
 
 
-def average_keys(*names: str) -> tuple[str, ...]:
-    """All that `moving_average` keeps under these names."""
-    return tuple(key for name in names for key in (name, name + LAST_SIZE))
+def averaged(name: str, entry: Entry) -> dict[str, AnyEntry]:
+    """All that `moving_average` keeps under a name, whose average is such an entry."""
+    return {name: entry, name + LAST_SIZE: Entry(lambda size: [(size[0],)], low=0.0)}
 
 
 def moving_average(

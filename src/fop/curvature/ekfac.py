@@ -12,21 +12,22 @@ measurement (the second renewal) the factors' eigenvalues stand in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from fop.curvature.base import CurvatureState, RefreshJob, average_keys, moving_average
+from fop.curvature.base import CurvatureState, RefreshJob, averaged, moving_average
 from fop.curvature.kronecker import EigenKronecker, EigenMetric
+from fop.entries import AnyEntry, Entry
 from fop.projection import Metric
 from fop.squares import Eigenbasis
 
 
 class EigenCorrected(EigenKronecker):
-    keys: tuple[str, ...] = (
-        *EigenKronecker.keys,
-        *average_keys("corrected_eigenvalues"),
-    )
+    keys: Mapping[str, AnyEntry] = {
+        **EigenKronecker.keys,
+        **averaged("corrected_eigenvalues", Entry(lambda size: [size], low=0.0)),
+    }
 
     def basis(self, state: CurvatureState) -> Eigenbasis | None:
         if "input_eigenvalues" not in state:
@@ -37,20 +38,28 @@ class EigenCorrected(EigenKronecker):
         moving_average(state, "corrected_eigenvalues", squares, _mean, decay)
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
-        before = [self.basis(job.state) for job in jobs]
+        # The bases that corrected eigenvalues were measured in. None where the matrix had another
+        # shape then, before a bias was frozen or unfrozen.
+        before = [
+            self.basis(job.state)
+            if (corrected := job.state.get("corrected_eigenvalues")) is not None
+            and self.ready(job.state, tuple(corrected.shape[-2:]))
+            else None
+            for job in jobs
+        ]
         outcome = super().refresh(jobs)
         for job, old, renewed in zip(jobs, before, outcome, strict=True):
-            corrected = job.state.get("corrected_eigenvalues")
-            if not renewed or corrected is None:
-                continue
-            new = self.basis(job.state)
-            assert old is not None  # they were measured in it
-            assert new is not None
-            if _fits(corrected, job.state):
-                job.state["corrected_eigenvalues"] = carried_over(corrected, old, new)
-            else:  # of a matrix that had another shape, before a bias was frozen or thawed
-                del job.state["corrected_eigenvalues"]
+            if renewed:
+                corrected = job.state.pop("corrected_eigenvalues", None)
+                new = self.basis(job.state)
+                if old is not None and new is not None:
+                    job.state["corrected_eigenvalues"] = carried_over(corrected, old, new)
         return outcome
+
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+        corrected = state.get("corrected_eigenvalues")
+        fits = corrected is None or tuple(corrected.shape[-2:]) == shape
+        return fits and super().ready(state, shape)
 
     def metric(self, state: CurvatureState) -> Metric:
         corrected = state.get("corrected_eigenvalues")
@@ -81,8 +90,3 @@ def _overlaps(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 def _mean(eigenvalues: Tensor) -> Tensor:
     return eigenvalues.mean((-2, -1))
-
-
-def _fits(eigenvalues: Tensor, state: CurvatureState) -> bool:
-    shape = (state["output_eigenvalues"].shape[-1], state["input_eigenvalues"].shape[-1])
-    return tuple(eigenvalues.shape[-2:]) == shape

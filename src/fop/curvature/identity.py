@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares
+from fop.entries import AnyEntry
 from fop.projection import Gradient, Metric, inner
 
 
 class Identity(WithoutSquares):
-    keys: tuple[str, ...] = ()
+    keys: Mapping[str, AnyEntry] = {}
 
     def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
         raise AssertionError("the identity needs no statistics")

@@ -8,7 +8,7 @@ exact:     M = F + lambda I, by the eigenvectors of A and G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,10 @@ from fop.curvature.base import (
     CurvatureState,
     RefreshJob,
     WithoutSquares,
-    average_keys,
+    averaged,
     moving_average,
 )
+from fop.entries import AnyEntry, Entry, NumberEntry
 from fop.projection import Gradient, Metric, inner
 
 # A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
@@ -44,14 +45,36 @@ def _mean_eigenvalue(factor: Tensor) -> Tensor:
     return symmetric.diagonal(factor).mean(-1)
 
 
-def _fits(state: CurvatureState, left: str, right: str, shape: tuple[int, int]) -> bool:
-    """Whether the state holds both sides for a layer matrix of this shape."""
-    if left not in state or right not in state:
-        return False
-    return (state[left].shape[-1], state[right].shape[-1]) == shape
+# Which of a layer's size (groups, rows, columns) is the width of its output and its input factor.
+ROWS, COLUMNS = 1, 2
 
 
-FACTOR_KEYS = average_keys("input_factor", "output_factor")
+def _symmetric(side: int) -> Entry:
+    """Symmetric matrices, or their diagonals where factors are wide."""
+    return Entry(lambda size: [symmetric.stored_shape(size[0], size[side]), (size[0], size[side])])
+
+
+def _diagonal(side: int) -> Entry:
+    return Entry(lambda size: [(size[0], size[side])], low=0.0)
+
+
+def _square(side: int) -> Entry:
+    return Entry(lambda size: [(size[0], size[side], size[side])])
+
+
+def _complete(state: CurvatureState, shape: tuple[int, int]) -> bool:
+    """Whether both moving averages are there for a layer matrix of this shape, and a metric."""
+    factors = [state.get(f"{name}_factor") for name in ("output", "input")]
+    return "damping" in state and all(
+        factor is not None and symmetric.matrix_width(factor.shape) == width
+        for factor, width in zip(factors, shape, strict=True)
+    )
+
+
+FACTORS: Mapping[str, AnyEntry] = {
+    **averaged("input_factor", _symmetric(COLUMNS)),
+    **averaged("output_factor", _symmetric(ROWS)),
+}
 
 
 class _KroneckerFactors(WithoutSquares):
@@ -63,14 +86,14 @@ class _KroneckerFactors(WithoutSquares):
 
 
 class FactoredKronecker(_KroneckerFactors):
-    keys: tuple[str, ...] = (
-        *FACTOR_KEYS,
-        "input_inverse",
-        "input_root",
-        "output_inverse",
-        "output_root",
-        "damping",
-    )
+    keys: Mapping[str, AnyEntry] = {
+        **FACTORS,
+        "input_inverse": _symmetric(COLUMNS),
+        "input_root": _symmetric(COLUMNS),
+        "output_inverse": _symmetric(ROWS),
+        "output_root": _symmetric(ROWS),
+        "damping": NumberEntry(),
+    }
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         factors: list[Tensor] = []
@@ -102,7 +125,7 @@ class FactoredKronecker(_KroneckerFactors):
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         sides = [_Solver.of(state, name) for name in ("output", "input")]
-        return all(
+        return _complete(state, shape) and all(
             side is not None and side.width == width
             for side, width in zip(sides, shape, strict=True)
         )
@@ -174,14 +197,14 @@ class _FactoredMetric:
 
 
 class EigenKronecker(_KroneckerFactors):
-    keys: tuple[str, ...] = (
-        *FACTOR_KEYS,
-        "input_eigenvalues",
-        "input_basis",
-        "output_eigenvalues",
-        "output_basis",
-        "damping",
-    )
+    keys: Mapping[str, AnyEntry] = {
+        **FACTORS,
+        "input_eigenvalues": _diagonal(COLUMNS),
+        "input_basis": _square(COLUMNS),
+        "output_eigenvalues": _diagonal(ROWS),
+        "output_basis": _square(ROWS),
+        "damping": NumberEntry(),
+    }
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         names = ("input", "output")
@@ -201,7 +224,10 @@ class EigenKronecker(_KroneckerFactors):
         return outcome
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
-        return _fits(state, "output_eigenvalues", "input_eigenvalues", shape)
+        return _complete(state, shape) and all(
+            _has_basis(state, name, width)
+            for name, width in zip(("output", "input"), shape, strict=True)
+        )
 
     def metric(self, state: CurvatureState) -> Metric:
         eigenvalues = state["output_eigenvalues"].unsqueeze(-1) * state[
@@ -210,6 +236,15 @@ class EigenKronecker(_KroneckerFactors):
         return EigenMetric(
             eigenvalues, state.get("input_basis"), state.get("output_basis"), state["damping"]
         )
+
+
+def _has_basis(state: CurvatureState, name: str, width: int) -> bool:
+    eigenvalues, basis = state.get(f"{name}_eigenvalues"), state.get(f"{name}_basis")
+    if eigenvalues is None or eigenvalues.shape[-1] != width:
+        return False
+    if basis is None:  # as it must be for a diagonal factor
+        return bool(state[f"{name}_factor"].dim() == 2)
+    return bool(basis.shape[-1] == width)
 
 
 @dataclass(frozen=True)

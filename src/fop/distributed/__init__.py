@@ -14,12 +14,13 @@ from fop.distributed.base import (
     Verdict,
 )
 from fop.distributed.local import Local
-from fop.distributed.setup import join_group
+from fop.distributed.setup import GroupReference, join_group
 
 __all__ = [
     "Counts",
     "Exchange",
     "Gathered",
+    "GroupReference",
     "Local",
     "Reading",
     "Report",

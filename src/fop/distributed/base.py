@@ -20,6 +20,9 @@ from fop.scaling import LossScale, Number
 
 Parts = Sequence[Tensor]  # a layer's, of the weight and the bias
 
+# In place of a count, so that the total is negative and no rank takes the halves for known.
+NO_HALVES = -(2.0**40)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -51,7 +54,7 @@ class Counts:
     @staticmethod
     def of(block: Block) -> Counts:
         capture = block.capture
-        first, second = capture.examples
+        first, second = (NO_HALVES, 0.0) if capture.foreign else capture.examples
         sums = capture.sums
         return Counts(
             first,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,30 @@ def join_group(
     if wrapper is None and shards is None:
         _broadcast(model, comm)
     return Shared(comm, wrapper, difference_dtype, sharded=shards is not None)
+
+
+@dataclass(frozen=True)
+class GroupReference:
+    """A process group in a copy of an optimizer: the same one. No such group can be pickled."""
+
+    group: dist.ProcessGroup
+
+    @staticmethod
+    def to(group: dist.ProcessGroup | None) -> GroupReference | None:
+        """None for the group of all ranks, which is found again anywhere."""
+        known = dist.is_available() and dist.is_initialized()
+        everyone = dist.group.WORLD if known else None
+        return None if group is None or group is everyone else GroupReference(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupReference:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError(
+            "an optimizer with a process_group of its own can't be pickled, because a process "
+            "group can't: save optimizer.state_dict(), and load it into an optimizer that is built "
+            "with the group"
+        )
 
 
 def _members(group: dist.ProcessGroup) -> list[int]:
