@@ -356,9 +356,9 @@ class TestCell:
         assert [number for number, renews, _ in found["steps"] if renews] == [4, 11, 21]
         assert len(found["reference"]) >= len(numbers) // 3
         assert found["multiply_adds"].keys() == {"renewal", "plain"}
-        # Momentum, and the factors with their inverses.
+        # Momentum, and the factors with their inverses and the size of the latest batch's.
         factors = sum(o * o + i * i for o, i in ((4, 7), (10, 5)))
-        assert found["state_bytes"] == 4 * (4 * 7 + 10 * 5 + 2 * factors)
+        assert found["state_bytes"] == 4 * (4 * 7 + 10 * 5 + 2 * factors + 4)
 
     def test_of_an_interval_knows_when_fop_renews(self) -> None:
         renews = METHODS["kfac"].renews

@@ -87,7 +87,7 @@ def test_one_process_needs_no_group_and_constants_are_probed() -> None:
 
 def test_curvature_is_what_is_kept_beside_momentum() -> None:
     layer = torch.nn.Linear(3, 2)
-    for method, expected in (("adamw", 0), ("kfac", 2 * 4 * (16 + 4))):
+    for method, expected in (("adamw", 0), ("kfac", 4 * (2 * (16 + 4) + 2))):
         optimizer = get_method(method).build(layer, lr=1e-3)
         for _ in range(2):
             optimizer.zero_grad()
