@@ -484,13 +484,7 @@ class Engine:
             if difference is None:
                 self.notices.no_halves([block], *examples)
         return fop_update(
-            matrix,
-            difference,
-            metric,
-            settings.beta,
-            settings.eta,
-            settings.total_weight,
-            settings.projection_dtype,
+            matrix, difference, metric, settings.beta, settings.eta, settings.total_weight
         )
 
     def recall(self, block: Block) -> tuple[Tensor, Tensor | None, tuple[Number, Number]] | None:

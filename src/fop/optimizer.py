@@ -98,7 +98,6 @@ class SecondOrderOptimizer(Optimizer):
             wrapper,
             process_group,
             settings.strategy,
-            settings.difference_dtype,
             lambda: describe(self, settings, self._model, self._skip, [f.name for f in layers]),
         )
         self._engine = Engine(settings, self._exchange, self._model)
@@ -426,11 +425,6 @@ class FOP(SecondOrderOptimizer):
         strategy: How several ranks share curvature. "owner": each layer's is kept and used by one
             of them (least memory); "all": by every rank (least latency); a number k: by one of
             every k, say, those of a host.
-        difference_dtype: Type in which the difference of the halves travels between ranks, say
-            torch.bfloat16; None for that of the parameters.
-        projection_dtype: Type in which F a is computed, from which follows s alone: torch.bfloat16
-            is cheaper where the device has units for it, and changes updates by less than 1e-3.
-            None for that of the curvature. For `damping_mode="factored"`.
         process_group: The ranks that train this model together; None for all of them, or those of
             DistributedDataParallel.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
@@ -469,8 +463,6 @@ class FOP(SecondOrderOptimizer):
         fallback_lr: float | None = None,
         norms: Literal["fallback", "unitwise"] = "fallback",
         strategy: Literal["owner", "all"] | int = "owner",
-        difference_dtype: torch.dtype | None = None,
-        projection_dtype: torch.dtype | None = None,
         process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
@@ -496,8 +488,6 @@ class FOP(SecondOrderOptimizer):
             norms=norms,
             decoupled_weight_decay=decoupled_weight_decay,
             strategy=strategy,
-            difference_dtype=difference_dtype,
-            projection_dtype=projection_dtype,
         )
         options = {
             "lr": lr,

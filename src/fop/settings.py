@@ -46,8 +46,6 @@ class Settings:
     decoupled_weight_decay: bool = False
     stagger: bool = False
     strategy: str | int = "owner"
-    difference_dtype: torch.dtype | None = None
-    projection_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _one_of("damping_mode", self.damping_mode, ("factored", "exact"))
@@ -82,14 +80,6 @@ class Settings:
             _one_of("strategy", self.strategy, ("owner", "all"))
         else:
             _whole(self.strategy, "strategy", 'ranks, or "owner" or "all"')
-        _floating("difference_dtype", self.difference_dtype, "that of the parameters")
-        _floating("projection_dtype", self.projection_dtype, "that of the curvature")
-        dtype = self.projection_dtype
-        if dtype is not None and torch.finfo(dtype).tiny > torch.finfo(torch.bfloat16).tiny:
-            raise ValueError(
-                f"projection_dtype must have the range of float32, but {dtype} has less and would "
-                "lose small gradients: use torch.bfloat16"
-            )
 
     @property
     def needs_halves(self) -> bool:
@@ -141,13 +131,6 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def _floating(name: str, dtype: Any, default: str) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(
-            f"{name} must be a floating point torch.dtype or None ({default}), got {dtype!r}"
-        )
 
 
 def _number(

@@ -55,8 +55,6 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "fallback_lr": (0.1, 0.3),
     "norms": ("fallback", "unitwise"),
     "strategy": ("owner", "all"),
-    "difference_dtype": (None, torch.bfloat16),
-    "projection_dtype": (None, torch.bfloat16),
     "skip": (["first"], ["first", "last"]),
     "param_groups": ([{"names": "last*", "lr": 0.1}], [{"names": "last*", "lr": 0.5}]),
 }
