@@ -35,7 +35,8 @@ Factors = tuple[Tensor, Tensor]  # A, G of one group
 class Reference:
     """The options of fop.FOP under their own names; `project=False` is fop.KFAC.
 
-    `likelihood` only completes the names: the exact Fisher differentiates the given loss twice.
+    The exact Fisher differentiates the given loss twice and needs no likelihood: of a dict for
+    `fisher`, only the name counts.
     """
 
     lr: float = 0.1
@@ -47,8 +48,7 @@ class Reference:
     damping_mode: Literal["factored", "exact"] = "factored"
     factor_decay: float = 0.95
     update_every: int | Callable[[int], int] = 10
-    fisher: Literal["empirical", "exact"] = "empirical"
-    likelihood: Literal["categorical", "gaussian", "bernoulli"] = "categorical"
+    fisher: Literal["empirical", "exact"] | Mapping[str, str] = "empirical"
     sharing: Literal["expand", "reduce"] = "expand"
     beta: Literal["adaptive"] | float = "adaptive"
     eta: Literal["adaptive"] | float = "adaptive"
@@ -64,10 +64,11 @@ class Reference:
     project: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fisher, str):
+            object.__setattr__(self, "fisher", self.fisher["name"])
         choices = {
             "damping_mode": ("factored", "exact"),
             "fisher": ("empirical", "exact"),
-            "likelihood": ("categorical", "gaussian", "bernoulli"),
             "sharing": ("expand", "reduce"),
             "total": ("mean", "sum"),
             "loss_reduction": ("mean", "sum"),

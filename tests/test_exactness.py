@@ -410,8 +410,7 @@ def test_the_exact_fisher_takes_the_reference_step(
     name: str, sharing: str, reduction: str, likelihood: str, loss: Any, draw: Any
 ) -> None:
     settings = {
-        "fisher": "exact",
-        "likelihood": likelihood,
+        "fisher": {"name": "exact", "likelihood": likelihood},
         "loss_reduction": reduction,
         "sharing": sharing,
         "lr": 0.02,

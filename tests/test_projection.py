@@ -210,7 +210,7 @@ def test_kfac_is_the_gauss_newton_matrix_of_a_deep_linear_network() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)).double()
     x, y = torch.randn(9, 3, dtype=torch.float64), torch.randn(9, 2, dtype=torch.float64)
-    optimizer = fop.KFAC(model, fisher="exact", likelihood="gaussian")
+    optimizer = fop.KFAC(model, fisher={"name": "exact", "likelihood": "gaussian"})
     names = [name for name, _ in model.named_parameters()]
 
     def outputs(*values: Tensor) -> Tensor:
