@@ -179,7 +179,7 @@ class Settings:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], **fixed: Any) -> Settings:
-        """Those of some local variables that are options."""
+        """Of a constructor's `locals()`, which editors see one by one; `fixed` has the others."""
         names = {option.name for option in fields(cls)} & arguments.keys()
         return cls(**{name: arguments[name] for name in names}, **fixed)
 
