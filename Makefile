@@ -42,8 +42,9 @@ test: $(STAMP) ## run the tests on two workers (PYTEST_ARGS="-k name" narrows th
 fuzz: $(STAMP) ## property tests with thousands of new random cases (minutes)
 	FOP_FUZZ=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_projection.py
 
-support: $(STAMP) ## write docs/support.md from the registry of layers and the tests
+support: $(STAMP) ## write docs/support.md and docs/options.md from the registries and the tests
 	$(BIN)/python -m tests.support
+	$(BIN)/python -m tests.options
 
 $(PEERS_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS_VENV)

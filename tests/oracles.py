@@ -16,7 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ Factors = tuple[Tensor, Tensor]  # A, G of one group
 class Reference:
     """The options of fop.FOP under their own names; `project=False` is fop.KFAC.
 
-    `likelihood` only completes the names: the exact Fisher differentiates the given loss twice.
+    The exact Fisher differentiates the given loss twice and needs no likelihood: of a dict for
+    `fisher`, only the name counts.
     """
 
     lr: float = 0.1
@@ -47,8 +48,7 @@ class Reference:
     damping_mode: Literal["factored", "exact"] = "factored"
     factor_decay: float = 0.95
     update_every: int | Callable[[int], int] = 10
-    fisher: Literal["empirical", "exact"] = "empirical"
-    likelihood: Literal["categorical", "gaussian", "bernoulli"] = "categorical"
+    fisher: Literal["empirical", "exact"] | Mapping[str, str] = "empirical"
     sharing: Literal["expand", "reduce"] = "expand"
     beta: Literal["adaptive"] | float = "adaptive"
     eta: Literal["adaptive"] | float = "adaptive"
@@ -64,10 +64,11 @@ class Reference:
     project: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fisher, str):
+            object.__setattr__(self, "fisher", self.fisher["name"])
         choices = {
             "damping_mode": ("factored", "exact"),
             "fisher": ("empirical", "exact"),
-            "likelihood": ("categorical", "gaussian", "bernoulli"),
             "sharing": ("expand", "reduce"),
             "total": ("mean", "sum"),
             "loss_reduction": ("mean", "sum"),
@@ -540,12 +541,19 @@ class ReferenceOptimizer:
     """Walks its own float64 copy of a model; parameters in no layer follow the fallback.
 
     Build it before the library's optimizer sees the model. `reference` may be replaced between
-    steps, as a scheduler changes lr.
+    steps, as a scheduler changes lr. `own` has options of single parameters, by name: lr, momentum,
+    nesterov, weight_decay, fallback_lr and, of a layer's weight, damping.
     """
 
-    def __init__(self, model: nn.Module, reference: Reference) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        reference: Reference,
+        own: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.model = copy.deepcopy(model).double()
         self.reference = reference
+        self.own = own or {}
         self.steps = 0
         self.kl_scale = 1.0  # nu of the last step
         self.gradients: dict[str, Tensor] = {}  # what p.grad was at the last step
@@ -554,7 +562,21 @@ class ReferenceOptimizer:
         self._corrected: dict[str, list[Corrected]] = {}
         self._displacements: dict[str, Tensor] = {}
         self._moments: dict[str, tuple[int, Tensor, Tensor]] = {}  # AdamW's t, m, v
-        self._largest_lr = reference.lr
+        self._first = reference
+        self._largest_lr: dict[str, float] = {}
+
+    def _of(self, name: str) -> Reference:
+        """The options of one parameter. AdamW's lr keeps its ratio to lr where only this is own."""
+        own = self.own.get(name, {})
+        ratio = own.get("lr", self._first.lr) / self._first.lr if self._first.lr else 1.0
+        scaled = {"fallback_lr": self.reference.fallback_lr * ratio}
+        return replace(self.reference, **{**scaled, **own})
+
+    def _reference_lr(self, name: str) -> float:
+        """The largest lr so far."""
+        first = self.own.get(name, {}).get("lr", self._first.lr)
+        self._largest_lr[name] = max(self._largest_lr.get(name, first), self._of(name).lr)
+        return self._largest_lr[name]
 
     def step(
         self,
@@ -663,19 +685,24 @@ class ReferenceOptimizer:
         for name, layer in layers.items():
             prefix = _prefix(name)
             if f"{prefix}weight" in a:
+                options = self._of(f"{prefix}weight")
                 traces[name] = self._trace(
-                    name, _matrix(layer, a, prefix), _matrix(layer, d, prefix), self.reference
+                    name, _matrix(layer, a, prefix), _matrix(layer, d, prefix), options
                 )
         for name, norm in norms.items():
-            exact = replace(self.reference, damping_mode="exact")
             prefix = _prefix(name)
+            exact = replace(self._of(f"{prefix}weight"), damping_mode="exact")
             traces[name] = self._trace(
                 name, _units(norm, a, prefix), _units(norm, d, prefix), exact
             )
 
         kl_clip = self.reference.kl_clip
-        self._largest_lr = lr = max(self._largest_lr, self.reference.lr)
-        size = abs(lr * lr * sum(float((trace.u * trace.c).sum()) for trace in traces.values()))
+        size = abs(
+            sum(
+                self._reference_lr(f"{_prefix(name)}weight") ** 2 * float((trace.u * trace.c).sum())
+                for name, trace in traces.items()
+            )
+        )
         self.kl_scale = 1.0
         if kl_clip is not None and size > kl_clip:
             self.kl_scale = math.sqrt(kl_clip / size)
@@ -717,7 +744,7 @@ class ReferenceOptimizer:
     @torch.no_grad()
     def _descend(self, name: str, direction: Tensor) -> None:
         """Weight decay, then momentum on displacements."""
-        options = self.reference
+        options = self._of(name)
         parameter = self.model.get_parameter(name)
         if options.decoupled_weight_decay:
             parameter.mul_(1 - options.lr * options.weight_decay)
@@ -733,13 +760,15 @@ class ReferenceOptimizer:
     @torch.no_grad()
     def _adamw(self, name: str, gradient: Tensor) -> None:
         """Loshchilov and Hutter's Algorithm 2, with lr following the schedule of the layers'."""
-        lr = self.reference.fallback_lr * self.reference.lr / self._largest_lr
+        options = self._of(name)
+        reference_lr = self._reference_lr(name)
+        lr = options.fallback_lr * options.lr / reference_lr if reference_lr else 0.0
         zero = torch.zeros_like(gradient)
         t, m, v = self._moments.get(name, (0, zero, zero))
         t, m, v = t + 1, 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         self._moments[name] = (t, m, v)
         parameter = self.model.get_parameter(name)
-        parameter.mul_(1 - lr * self.reference.weight_decay)
+        parameter.mul_(1 - lr * options.weight_decay)
         parameter.sub_(lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8))
 
 

@@ -15,7 +15,8 @@ ROOT = Path(fop.__file__).parent
 
 # What each module may import of fop, directly. A new module is added here with what it needs.
 ALLOWED = {
-    "settings": set(),
+    "validate": set(),
+    "settings": {"scaling", "validate"},
     "symmetric": set(),
     "linalg": {"symmetric"},
     "scaling": set(),
@@ -37,7 +38,7 @@ ALLOWED = {
     "hooks": {"capture", "examples", "layers", "linalg", "verify"},
     "attention": {"capture", "hooks", "layers"},
     "fisher": {"capture", "hooks", "settings"},
-    "groups": {"layers", "scaling", "shards"},
+    "groups": {"layers", "settings", "shards"},
     "rules": {"moments", "scaling"},
     "skips": {"linalg", "scaling", "shards"},
     "block": {"capture", "curvature", "layers", "moments", "scaling", "settings", "stagger"},

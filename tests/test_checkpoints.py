@@ -590,7 +590,7 @@ def test_a_state_brings_the_options_of_its_groups_and_leaves_those_of_the_constr
         {"lr": 0.3, "momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "damping": 0.02},
         {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False, "damping": 0.001},
     ]
-    fallbacks = [{"fallback_lr": 0.02}, {"fallback_lr": 0.005}]
+    fallbacks = [{"fallback": {"name": "adamw", "lr": lr}} for lr in (0.02, 0.005)]
     settings: list[dict[str, Any]] = [
         {"kl_clip": 0.1, "update_every": 2, "factor_decay": 0.5, "beta": 0.3},
         {"kl_clip": 0.01, "update_every": 3, "factor_decay": 0.9, "beta": 0.6},

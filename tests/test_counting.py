@@ -33,7 +33,7 @@ from tests.miniatures import (
 )
 
 EXAMPLES = 6  # SquareRelativeBias, Windows and others have as many positions
-COMMON = {"lr": 0.1, "momentum": 0.9, "fallback": "sgd", "fallback_lr": 0.1}
+COMMON = {"lr": 0.1, "momentum": 0.9, "fallback": {"name": "sgd", "lr": 0.1}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reduce": {"sharing": "reduce"},

@@ -171,7 +171,7 @@ def test_models_that_return_more_than_logits_train_alike(
     plain, model = mlp(), Wrapped(returned)
     pick = (lambda output: output[1]) if "picked" in returned else None
     first = fop.FOP(plain, fisher=fisher)
-    second = fop.FOP(model, fisher=fisher, model_output=pick)
+    second = fop.FOP(model, fisher={"name": fisher, "model_output": pick})
     data = [points(seed=seed) for seed in range(5)]
     torch.manual_seed(1)
     train(plain, first, data)
@@ -192,9 +192,9 @@ def test_models_that_return_more_than_logits_train_alike(
 def test_outputs_it_can_not_read_are_named() -> None:
     model = Wrapped("one of several, picked")
     kept = fop.FOP(model, fisher="mc")
-    with pytest.raises(TypeError, match=r"Wrapped returned list with 2 tensors .* model_output="):
+    with pytest.raises(TypeError, match=r"Wrapped returned list with 2 tensors .*model_output"):
         model(*points())
-    kept = fop.FOP(model, fisher="mc", model_output=len)  # type: ignore[arg-type]
+    kept = fop.FOP(model, fisher={"name": "mc", "model_output": len})  # type: ignore[typeddict-item]
     with pytest.raises(TypeError, match=r"model_output must return a tensor, .* it gave int"):
         model(*points())
     flat = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()

@@ -213,7 +213,7 @@ def test_one_lr_written_to_all_groups_suits_the_fallback_too() -> None:
     """OneCycleLR and hand-written loops do that; AdamW at lr 0.1 would wreck a model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).double()
-    optimizer = fop.KFAC(model, 0.1, fallback_lr=1e-3, curvature="identity")
+    optimizer = fop.KFAC(model, 0.1, fallback={"name": "adamw", "lr": 1e-3}, curvature="identity")
     norm = model[1].weight
     assert isinstance(norm, Tensor)
     moved = []
@@ -232,6 +232,6 @@ def test_one_lr_written_to_all_groups_suits_the_fallback_too() -> None:
 def test_a_group_with_a_smaller_lr_has_a_smaller_fallback_lr() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
     groups = [{"names": ["0"], "lr": 0.01}]
-    optimizer = fop.FOP(model, 0.1, fallback_lr=2e-3, param_groups=groups)
+    optimizer = fop.FOP(model, 0.1, fallback={"name": "adamw", "lr": 2e-3}, param_groups=groups)
     found = {group["param_names"][0]: group["fallback_lr"] for group in optimizer.param_groups}
     assert found == pytest.approx({"0.weight": 2e-4, "1.weight": 2e-3, "2.weight": 2e-3})

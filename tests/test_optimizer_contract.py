@@ -164,7 +164,7 @@ def test_weight_decay_by_group_is_that_of_sgd() -> None:
 
 
 def test_the_fallback_has_groups_of_its_own() -> None:
-    optimizer = fop.FOP(cnn(), fallback="adamw", fallback_lr=0.02)
+    optimizer = fop.FOP(cnn(), fallback={"name": "adamw", "lr": 0.02})
     rules = {g["rule"]: g for g in optimizer.param_groups}
     assert rules["adamw"]["param_names"] == ["1.weight", "1.bias"]
     assert rules["adamw"]["fallback_lr"] == 0.02

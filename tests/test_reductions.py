@@ -44,11 +44,14 @@ def test_fop_without_projection_is_kfac(damping_mode: str) -> None:
 
 
 def test_the_adamw_fallback_is_adamw() -> None:
+    """With options of its own."""
+    own = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-3}
     batches = [points(seed=seed) for seed in range(5)]
     one, two = mlp(), mlp()
-    optimizer = fop.FOP(one, fallback="adamw", fallback_lr=3e-3, weight_decay=0.1, skip="*")
+    fallback: Any = {"name": "adamw", **own}
+    optimizer = fop.FOP(one, fallback=fallback, weight_decay=0.1, skip="*")
     train(one, optimizer, batches)
-    train(two, torch.optim.AdamW(two.parameters(), 3e-3, weight_decay=0.1), batches)
+    train(two, torch.optim.AdamW(two.parameters(), weight_decay=0.1, **own), batches)
     assert distance(snapshot(one), snapshot(two)) < 1e-12
 
 

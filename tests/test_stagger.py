@@ -17,6 +17,7 @@ from tests.common import Batch, mlp, points, same, snapshot, train
 
 STEPS = 26
 EVERY = 5
+STAGGERED: Any = {"steps": EVERY, "stagger": True}
 
 
 def deep(seed: int = 0) -> nn.Sequential:
@@ -59,7 +60,7 @@ def test_each_layer_is_renewed_once_an_interval_and_early_on(
     kind: Any, settings: dict[str, Any]
 ) -> None:
     model = deep()
-    found = renewals(model, kind(model, update_every=EVERY, stagger=True, **settings))
+    found = renewals(model, kind(model, update_every=STAGGERED, **settings))
     starts = set()
     for steps in found.values():
         late = [step for step in steps if step not in EARLY_REFRESH_STEPS]
@@ -79,7 +80,7 @@ def test_without_stagger_all_layers_are_renewed_together() -> None:
 def test_a_layer_sees_what_it_would_on_the_plain_schedule_shifted_by_its_phase() -> None:
     """With lr=0 layers do not influence each other, and factors and inverses are the same bits."""
     model = deep()
-    optimizer = fop.FOP(model, lr=0.0, update_every=EVERY, stagger=True)
+    optimizer = fop.FOP(model, lr=0.0, update_every=STAGGERED)
     found = renewals(model, optimizer)
     for name, steps in found.items():
         alone = deep()
@@ -99,7 +100,7 @@ def test_one_layer_trains_as_without_stagger() -> None:
     for stagger in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 3)).double()
-        train(model, fop.FOP(model, update_every=EVERY, stagger=stagger), data())
+        train(model, fop.FOP(model, update_every={"steps": EVERY, "stagger": stagger}), data())
         trained.append(snapshot(model))
     assert same(*trained)
 
@@ -107,11 +108,11 @@ def test_one_layer_trains_as_without_stagger() -> None:
 @pytest.mark.parametrize("at", [3, 8, 14])
 def test_a_staggered_run_resumes_bit_for_bit(at: int) -> None:
     model = deep()
-    optimizer = fop.FOP(model, update_every=EVERY, stagger=True)
+    optimizer = fop.FOP(model, update_every=STAGGERED)
     train(model, optimizer, data()[:at])
     copied, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, data()[at:])
-    resumed = fop.FOP(copied, update_every=EVERY, stagger=True)
+    resumed = fop.FOP(copied, update_every=STAGGERED)
     resumed.load_state_dict(saved)
     train(copied, resumed, data()[at:])
     assert same(snapshot(model), snapshot(copied))
@@ -119,7 +120,7 @@ def test_a_staggered_run_resumes_bit_for_bit(at: int) -> None:
 
 def test_a_layer_that_is_not_due_captures_no_sums() -> None:
     model = mlp()
-    optimizer = fop.KFAC(model, update_every=4, stagger=True)
+    optimizer = fop.KFAC(model, update_every={"steps": 4, "stagger": True})
     train(model, optimizer, data(4))
     watched = []
     for x, y in data(4):
@@ -168,4 +169,4 @@ def test_a_diagonal_factor_costs_next_to_nothing() -> None:
 
 def test_stagger_is_a_flag() -> None:
     with pytest.raises(TypeError, match="stagger"):
-        fop.FOP(mlp(), stagger=3)  # type: ignore[arg-type]
+        fop.FOP(mlp(), update_every={"steps": 3, "stagger": 3})  # type: ignore[typeddict-item]

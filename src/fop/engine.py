@@ -72,7 +72,7 @@ class Engine:
             halves=halves if settings.needs_halves else "none",
             sharing=settings.sharing,
             max_factor_size=settings.max_factor_size,
-            empirical=settings.fisher == "empirical",
+            empirical=settings.fisher_options["name"] == "empirical",
             curvature=settings.curvature != "identity",
             odd_rank=exchange.index % 2 == 1,
         )
@@ -90,8 +90,8 @@ class Engine:
 
     def place(self) -> None:
         """Share out the blocks, once all are added."""
-        every = self.settings.update_every
-        interval = every if isinstance(every, int) else TYPICAL_INTERVAL
+        steps = self.settings.schedule["steps"]
+        interval = steps if isinstance(steps, int) else TYPICAL_INTERVAL
         self.exchange.place(self.blocks, self.plan, interval)
 
     @property
@@ -127,7 +127,7 @@ class Engine:
 
     def _phases(self, interval: int) -> Sequence[int]:
         """By how many steps each block's renewals come after those of the plain schedule."""
-        if not self.settings.stagger:
+        if not self.settings.schedule["stagger"]:
             return [0] * len(self.blocks)
         return phases([block.refresh_cost(self.settings) for block in self.blocks], interval)
 
@@ -288,7 +288,7 @@ class Engine:
             update, mine = updates[parameter], local(parameter)
             preconditioned = group["rule"] == "curvature" and parameter not in disabled
             lr = group["lr"] if preconditioned else fallback_lr(group)
-            if preconditioned or self.settings.fallback == "sgd":
+            if preconditioned or self.settings.fallback_of_groups["rule"] == "sgd":
                 momentum_step(mine, update, own, group, flag, lr, decoupled=decoupled)
             else:
                 adamw_step(mine, update, own, group, flag, lr)
@@ -484,13 +484,7 @@ class Engine:
             if difference is None:
                 self.notices.no_halves([block], *examples)
         return fop_update(
-            matrix,
-            difference,
-            metric,
-            settings.beta,
-            settings.eta,
-            settings.total_weight,
-            settings.projection_dtype,
+            matrix, difference, metric, settings.beta, settings.eta, settings.total_weight
         )
 
     def recall(self, block: Block) -> tuple[Tensor, Tensor | None, tuple[Number, Number]] | None:

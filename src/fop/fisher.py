@@ -93,9 +93,9 @@ def _term_weight(output: Tensor, likelihood: str, reduction: str, rows: int) -> 
 def _classes_last(output: Tensor) -> Tensor:
     if output.dim() < 2:
         raise ValueError(
-            'likelihood="categorical" needs model outputs [n, classes, ...], got shape '
-            f"{tuple(output.shape)}: "
-            'choose likelihood="bernoulli" or "gaussian", or fisher="empirical"'
+            "the categorical likelihood needs model outputs [n, classes, ...], got shape "
+            f"{tuple(output.shape)}: choose another, as in "
+            'fisher={"name": "mc", "likelihood": "gaussian"} (or "bernoulli"), or "empirical"'
         )
     return output if output.dim() <= 3 else output.movedim(1, -1)
 
@@ -120,10 +120,11 @@ class ExtraPass:
     ) -> None:
         self._plan = plan
         self._captures = captures
-        self._exact = settings.fisher == "exact"
-        self._likelihood = settings.likelihood
+        options = settings.fisher_options
+        self._exact = options["name"] == "exact"
+        self._likelihood = options["likelihood"]
         self._reduction = settings.loss_reduction
-        self._pick = settings.model_output
+        self._pick = options["model_output"]
         # The outputs, and how many rows of each belong to an example.
         self._waiting: dict[int, tuple[Tensor, int]] = {}
         self._passes = 0
@@ -169,10 +170,10 @@ class ExtraPass:
     def _check(self, logits: Tensor) -> None:
         if self._likelihood == "categorical" and _classes_last(logits).shape[-1] == 1:
             raise ValueError(
-                'likelihood="categorical" needs two classes at least, but the model returned '
+                "the categorical likelihood needs two classes at least, but the model returned "
                 f"shape {tuple(logits.shape)}, which is one class: its Fisher is zero. Choose "
-                'likelihood="bernoulli" (binary_cross_entropy_with_logits) or "gaussian" '
-                "(mse_loss)"
+                'another, as in fisher={"name": "mc", "likelihood": "bernoulli"} '
+                '(binary_cross_entropy_with_logits) or "gaussian" (mse_loss)'
             )
 
     def _run(self, number: int) -> None:
@@ -225,8 +226,8 @@ def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | Non
         return candidates[0]
     raise TypeError(
         f'fisher="mc" and "exact" need the logits, but {type(module).__name__} returned '
-        f"{type(output).__name__} with {len(candidates)} tensors that may be them: pass "
-        "model_output=lambda output: ... to pick one"
+        f"{type(output).__name__} with {len(candidates)} tensors that may be them: pick one, as in "
+        'fisher={"name": "mc", "model_output": lambda output: ...}'
     )
 
 

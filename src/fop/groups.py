@@ -21,15 +21,10 @@ from fop.layers import (
     has_own_forward,
     layer_for,
 )
-from fop.scaling import Number
+from fop.settings import GROUP_OPTIONS, Settings, Skip
 from fop.shards import check_shards
 
 logger = logging.getLogger("fop")
-
-# What a parameter group may set for itself.
-GROUP_OPTIONS = frozenset({"lr", "momentum", "weight_decay", "nesterov", "damping", "fallback_lr"})
-
-Skip = str | type[nn.Module] | nn.Module
 
 
 @dataclass(frozen=True)
@@ -272,9 +267,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
 def build_groups(
     model: nn.Module,
     preconditioned: set[nn.Parameter],
-    param_groups: Sequence[Mapping[str, Any]] | None,
-    lr: Number,
-    fallback: Mapping[str, Any],
+    settings: Settings,
 ) -> list[dict[str, Any]]:
     """Parameter groups for torch.optim.Optimizer: the user's, the rest, each split by rule.
 
@@ -283,7 +276,7 @@ def build_groups(
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, int] = {}
-    requested = list(param_groups or [])
+    requested = list(settings.param_groups or [])
     for index, group in enumerate(requested):
         for parameter in _members(group, index, names):
             if parameter in owner:
@@ -295,9 +288,10 @@ def build_groups(
     built: list[dict[str, Any]] = []
     for index in [*range(len(requested)), None]:
         asked = {} if index is None else requested[index]
-        options = {**fallback, **{k: v for k, v in asked.items() if k in GROUP_OPTIONS}}
+        own = {k: v for k, v in asked.items() if k in GROUP_OPTIONS}
+        options = {**settings.fallback_of_groups, **own}
         if "fallback_lr" not in asked and options["fallback_lr"] is not None:
-            options["fallback_lr"] *= _ratio(asked.get("lr", lr), lr)
+            options["fallback_lr"] *= _ratio(asked.get("lr", settings.lr), settings.lr)
         members = [(names[p], p) for p in names if owner.get(p) == index]
         ours = [pair for pair in members if pair[1] in preconditioned]
         others = [pair for pair in members if pair[1] not in preconditioned]

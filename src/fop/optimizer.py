@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -20,9 +21,7 @@ from fop.engine import Engine
 from fop.examples import watch_batch
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
-    GROUP_OPTIONS,
     FoundLayer,
-    Skip,
     build_groups,
     check_model,
     describe_modules,
@@ -33,13 +32,21 @@ from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.rules import reference_lr
 from fop.scaling import LossScale, Number
-from fop.settings import Coefficient, Interval, Settings, check_group
+from fop.settings import (
+    GROUP_OPTIONS,
+    Coefficient,
+    Fallback,
+    Fisher,
+    Interval,
+    Schedule,
+    Settings,
+    Skip,
+    check_group,
+)
 from fop.trainers import explain_clipping, gather_where_trainers_save
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-DEFAULT_ADAMW_LR = 1e-3
 
 
 class SecondOrderOptimizer(Optimizer):
@@ -55,34 +62,22 @@ class SecondOrderOptimizer(Optimizer):
     # by how much the gradients were unscaled, and by how much clipped.
     grad_scaler: torch.amp.GradScaler | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        options: Mapping[str, Any],
-        fallback_lr: float | None,
-        skip: Skip | Iterable[Skip],
-        param_groups: Sequence[Mapping[str, Any]] | None,
-        process_group: ProcessGroup | None,
-    ) -> None:
-        defaults = dict(options)
-        check_group(defaults)
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = check_model(model)
-        self._settings = settings
-        self._skip = skip
-        layers = find_layers(self._model, skip, norms=settings.norms == "unitwise")
+        # Groups hold what was asked of them, and a process group can't be pickled.
+        self._settings = replace(settings, param_groups=None, process_group=None)
+        layers = find_layers(self._model, settings.skip, norms=settings.norms == "unitwise")
         preconditioned = {parameter for found in layers for parameter in found.parameters()}
-        fallback = _fallback_options(settings.fallback, fallback_lr)
-        groups = build_groups(self._model, preconditioned, param_groups, defaults["lr"], fallback)
+        groups = build_groups(self._model, preconditioned, settings)
         progress = {
             "steps": 0,
             "skipped_steps": 0,
             "refresh_overdue": False,
             "state_format": STATE_FORMAT,
         }
-        super().__init__(groups, {**defaults, **progress})
+        super().__init__(groups, {**settings.of_groups, **progress})
         _, wrapper = unwrapped(model)
-        self._attach(layers, wrapper, process_group)
+        self._attach(layers, wrapper, settings.process_group)
 
     def _attach(
         self,
@@ -98,8 +93,7 @@ class SecondOrderOptimizer(Optimizer):
             wrapper,
             process_group,
             settings.strategy,
-            settings.difference_dtype,
-            lambda: describe(self, settings, self._model, self._skip, [f.name for f in layers]),
+            lambda: describe(self, settings, self._model, [f.name for f in layers]),
         )
         self._engine = Engine(settings, self._exchange, self._model)
         take_over(use.module for found in layers for use in found.uses)
@@ -130,7 +124,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine.place()
         self._engine.adopt(self.state)
         self._extra_pass: ExtraPass | None = None
-        if self._engine.plan.curvature and settings.fisher != "empirical":
+        if self._engine.plan.curvature and settings.fisher_options["name"] != "empirical":
             captures = [block.capture for block in self._engine.blocks]
             self._extra_pass = ExtraPass(self._engine.plan, captures, settings)
             handles.append(attach_output(self._model, self._extra_pass))
@@ -320,7 +314,7 @@ class SecondOrderOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # With the model in the same pickle or deep copy, the two stay connected.
-        names = ("_model", "_settings", "_skip", "_wrapper", "_process_group")
+        names = ("_model", "_settings", "_wrapper", "_process_group")
         parts: dict[str, Any] = dict(super().__getstate__())
         parts.update({name: self.__dict__[name] for name in names})
         return {**parts, "_part": self._part}
@@ -338,7 +332,7 @@ class SecondOrderOptimizer(Optimizer):
         if "_model" not in state:  # load_state_dict also comes through here
             return
         norms = self._settings.norms == "unitwise"
-        layers = find_layers(self._model, self._skip, norms=norms)
+        layers = find_layers(self._model, self._settings.skip, norms=norms)
         group = self._process_group
         self._attach(layers, self._wrapper, None if group is None else group.group)
         if part is not None and part != self._part and self.steps:
@@ -360,7 +354,8 @@ class SecondOrderOptimizer(Optimizer):
         ]
         if rest:
             where = describe_modules(self._model, rest)
-            lines.append(f"{len(rest)} parameters use {self._settings.fallback} ({where})")
+            rule = self._settings.fallback_of_groups["rule"]
+            lines.append(f"{len(rest)} parameters use {rule} ({where})")
         lines.append(self._settings.described())
         for number, group in enumerate(self.param_groups):
             options = (f"{name}: {group[name]}" for name in sorted(GROUP_OPTIONS))
@@ -380,30 +375,29 @@ class FOP(SecondOrderOptimizer):
         lr: Learning rate, a number or a tensor. While the KL clip is active, `kl_clip` sets the
             length of a step, and lr what share of it is taken: all of it at this lr (or at a
             larger one of a scheduler), a tenth of it at a tenth of this lr.
-        momentum, nesterov, weight_decay: As in torch.optim.SGD; the velocity is kept as a
-            displacement, so that a change of lr does not rescale it.
+        momentum: As in torch.optim.SGD; the velocity is kept as a displacement, so that a change of
+            lr does not rescale it.
+        weight_decay: As in torch.optim.SGD.
+        nesterov: As in torch.optim.SGD.
         decoupled_weight_decay: Shrink the weights directly, as AdamW does, instead of adding to the
             update.
         damping: lambda, added to the curvature before it is inverted.
         damping_mode: "factored" adds it to each Kronecker factor (Cholesky); "exact" to the whole
-            curvature (eigenvectors; tolerates
-            less: use a 10 to 30 times larger value).
+            curvature (eigenvectors; tolerates less: use a 10 to 30 times larger value).
         factor_decay: Weight of the past in the moving averages of the curvature.
-        update_every: Steps between renewals of the curvature, or a function from the step (from 1)
-            to that number.
-        stagger: Spread the renewals of the layers over the steps of an interval, so that all steps
-            cost about the same; each layer still has its own every `update_every` steps, and all of
-            them on steps 1, 2 and 4. With fisher="mc" and "exact" every such step needs its extra
-            backward.
+        update_every: Steps between refreshes of the curvature, or a function from the step (from 1)
+            to that number. {"steps": 10, "stagger": True} spreads the layers over the steps of an
+            interval, so that all steps cost about the same; each layer still has its refresh every
+            10 steps, and all of them on steps 1, 2 and 4. With "mc" and "exact" every step that
+            refreshes a layer needs the extra backward.
         fisher: "empirical" takes it from the training loss's own backward; "mc" samples labels from
-            the model, one extra backward when
-            the curvature is renewed; "exact" takes all labels, one extra backward each.
-        likelihood: What "mc" and "exact" sample from: "categorical", "bernoulli" or "gaussian".
-        model_output: For "mc" and "exact", a function that picks the logits out of what the model
-            returns. None takes a tensor as it is, `.logits` or ["logits"], or the only tensor with
-            two dimensions or more.
+            the model, one extra backward when the curvature is refreshed; "exact" takes all labels,
+            one extra backward each. These two are of classes unless said otherwise, as in
+            {"name": "mc", "likelihood": "gaussian"} (or "bernoulli"), and find the logits in what
+            the model returns: a tensor as it is, `.logits` or ["logits"], or the only tensor with
+            two dimensions or more; "model_output" in the dict is a function that picks another.
         sharing: How weights shared over positions count: "expand" (every position on its own) or
-            "reduce" (summed an example).
+            "reduce" (summed per example).
         max_factor_size: Widest Kronecker factor to be kept whole. A wider one (a vocabulary, say)
             is kept as its diagonal, so that memory stays bounded.
         beta: Weight of the orthogonal part: "adaptive" or a number.
@@ -418,25 +412,23 @@ class FOP(SecondOrderOptimizer):
         curvature: "kronecker"; "ekfac" for eigenvalues corrected in the Kronecker basis, damped
             exactly whatever `damping_mode` is (with several ranks, it needs strategy="all"); or
             "identity" for none.
-        fallback: Optimizer for all other parameters: "adamw", or "sgd" with the options above.
-        fallback_lr: Learning rate of the fallback while `lr` is as given here; it follows the
-            schedule of `lr` in proportion. By default 1e-3 for "adamw" and `lr` for "sgd".
-        norms: Normalisation layers by the "fallback", or "unitwise": with the exact curvature of
-            each scale and shift, a 2 x 2 matrix.
+        fallback: Optimizer for all other parameters: "adamw", or "sgd" with the momentum above. A
+            dict has its options: {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+            are the defaults, {"name": "sgd", "lr": 0.05} an SGD that does not take `lr`. This
+            learning rate holds while `lr` is as given here, and follows its schedule in proportion.
+        norms: Normalisation layers use the "fallback", or are preconditioned "unitwise": with the
+            exact curvature of each scale and shift, a 2 x 2 matrix.
         strategy: How several ranks share curvature. "owner": each layer's is kept and used by one
             of them (least memory); "all": by every rank (least latency); a number k: by one of
             every k, say, those of a host.
-        difference_dtype: Type in which the difference of the halves travels between ranks, say
-            torch.bfloat16; None for that of the parameters.
-        projection_dtype: Type in which F a is computed, from which follows s alone: torch.bfloat16
-            is cheaper where the device has units for it, and changes updates by less than 1e-3.
-            None for that of the curvature. For `damping_mode="factored"`.
         process_group: The ranks that train this model together; None for all of them, or those of
             DistributedDataParallel.
         skip: Layers to leave to the fallback: name patterns, module types or modules.
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
             their own lr, momentum, weight_decay, nesterov, damping or fallback_lr. Parameters in
-            none of them form a group of their own.
+            none of them form a group of their own. Weight and bias of a layer may be in two groups:
+            each has its own options, but for what belongs to the layer as a whole, its damping and
+            its term of the KL clip, which are the weight's.
     """
 
     def __init__(
@@ -451,11 +443,8 @@ class FOP(SecondOrderOptimizer):
         damping: float = 1e-3,
         damping_mode: Literal["factored", "exact"] = "factored",
         factor_decay: float = 0.95,
-        update_every: Interval = 10,
-        stagger: bool = False,
-        fisher: Literal["empirical", "mc", "exact"] = "empirical",
-        likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
-        model_output: Callable[[Any], Tensor] | None = None,
+        update_every: Interval | Schedule = 10,
+        fisher: Literal["empirical", "mc", "exact"] | Fisher = "empirical",
         sharing: Literal["expand", "reduce"] = "expand",
         max_factor_size: int = 8192,
         beta: Coefficient = "adaptive",
@@ -465,48 +454,14 @@ class FOP(SecondOrderOptimizer):
         loss_reduction: Literal["mean", "sum"] = "mean",
         halves: Literal["auto", "samples", "microbatches", "ranks"] = "auto",
         curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
-        fallback: Literal["adamw", "sgd"] = "adamw",
-        fallback_lr: float | None = None,
+        fallback: Literal["adamw", "sgd"] | Fallback = "adamw",
         norms: Literal["fallback", "unitwise"] = "fallback",
         strategy: Literal["owner", "all"] | int = "owner",
-        difference_dtype: torch.dtype | None = None,
-        projection_dtype: torch.dtype | None = None,
         process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        settings = Settings(
-            damping_mode=damping_mode,
-            factor_decay=factor_decay,
-            update_every=update_every,
-            stagger=stagger,
-            fisher=fisher,
-            likelihood=likelihood,
-            model_output=model_output,
-            sharing=sharing,
-            max_factor_size=max_factor_size,
-            beta=beta,
-            eta=eta,
-            total=total,
-            kl_clip=kl_clip,
-            loss_reduction=loss_reduction,
-            halves=halves,
-            curvature=curvature,
-            fallback=fallback,
-            norms=norms,
-            decoupled_weight_decay=decoupled_weight_decay,
-            strategy=strategy,
-            difference_dtype=difference_dtype,
-            projection_dtype=projection_dtype,
-        )
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "damping": damping,
-        }
-        super().__init__(model, settings, options, fallback_lr, skip, param_groups, process_group)
+        super().__init__(model, Settings.of(locals()))
 
 
 class KFAC(SecondOrderOptimizer):
@@ -524,52 +479,21 @@ class KFAC(SecondOrderOptimizer):
         damping: float = 1e-3,
         damping_mode: Literal["factored", "exact"] = "factored",
         factor_decay: float = 0.95,
-        update_every: Interval = 10,
-        stagger: bool = False,
-        fisher: Literal["empirical", "mc", "exact"] = "empirical",
-        likelihood: Literal["categorical", "bernoulli", "gaussian"] = "categorical",
-        model_output: Callable[[Any], Tensor] | None = None,
+        update_every: Interval | Schedule = 10,
+        fisher: Literal["empirical", "mc", "exact"] | Fisher = "empirical",
         sharing: Literal["expand", "reduce"] = "expand",
         max_factor_size: int = 8192,
         kl_clip: float | None = 1e-3,
         loss_reduction: Literal["mean", "sum"] = "mean",
         curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
-        fallback: Literal["adamw", "sgd"] = "adamw",
-        fallback_lr: float | None = None,
+        fallback: Literal["adamw", "sgd"] | Fallback = "adamw",
         norms: Literal["fallback", "unitwise"] = "fallback",
         strategy: Literal["owner", "all"] | int = "owner",
         process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),
         param_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        settings = Settings(
-            damping_mode=damping_mode,
-            factor_decay=factor_decay,
-            update_every=update_every,
-            stagger=stagger,
-            fisher=fisher,
-            likelihood=likelihood,
-            model_output=model_output,
-            sharing=sharing,
-            max_factor_size=max_factor_size,
-            beta=0.0,
-            eta=1.0,
-            kl_clip=kl_clip,
-            loss_reduction=loss_reduction,
-            curvature=curvature,
-            fallback=fallback,
-            norms=norms,
-            decoupled_weight_decay=decoupled_weight_decay,
-            strategy=strategy,
-        )
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "damping": damping,
-        }
-        super().__init__(model, settings, options, fallback_lr, skip, param_groups, process_group)
+        super().__init__(model, Settings.of(locals(), beta=0.0, eta=1.0))
 
 
 def _as_tensor(loss: Any) -> Tensor | None:
@@ -577,12 +501,6 @@ def _as_tensor(loss: Any) -> Tensor | None:
     if isinstance(loss, Tensor):
         return loss.detach() if loss.is_floating_point() else None
     return torch.tensor(float(loss)) if isinstance(loss, (int, float)) else None
-
-
-def _fallback_options(rule: str, lr: float | None) -> dict[str, Any]:
-    if lr is None and rule == "adamw":
-        lr = DEFAULT_ADAMW_LR
-    return {"rule": rule, "fallback_lr": lr, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
 def _remove_all(handles: list[RemovableHandle | RemovableHandles]) -> None:

@@ -55,10 +55,8 @@ class Metric(Protocol):
         """R^T v, in place or not."""
         ...
 
-    def along_fisher(
-        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
-        """<a, F a> and <d, F a>; `dtype` for F a, where that takes products of matrices."""
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        """<a, F a> and <d, F a>"""
         ...
 
 
@@ -122,11 +120,10 @@ def fop_update(
     beta: Coefficient,
     eta: Coefficient,
     k: float,
-    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Coefficients]:
     """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC.
 
-    d is overwritten: few matrices are to be alive at a time. `dtype` is that of F a, if another.
+    d is overwritten: few matrices are to be alive at a time.
     """
     entered = metric.enter(a)
     p = None
@@ -134,7 +131,7 @@ def fop_update(
     if d is not None:
         other = metric.enter(d)
         gradients = Gradient(a, entered), Gradient(d, other)
-        s = projection_scalar(*metric.along_fisher(*gradients, dtype))
+        s = projection_scalar(*metric.along_fisher(*gradients))
         p = other.addcmul_(entered, s, value=-1)
         del d, other, gradients
     solved = metric.solve(entered)

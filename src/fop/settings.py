@@ -1,95 +1,214 @@
-"""Every option of the optimizers that is not per parameter group, checked in one place.
+"""The options of the optimizers: one list, with the type, default and check of each.
 
-What may differ between parameter groups (lr, momentum, weight decay, damping) lives in
-`param_groups`, where learning-rate schedulers expect it; `check_group` holds its rules.
+The arguments of `FOP` and `KFAC`, the checks and docs/options.md follow it; tests hold them to it.
+What may differ between parameter groups (lr, momentum, weight decay, damping) is kept in
+`param_groups`, where learning-rate schedulers expect it; `check_group` checks it there.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
-import torch
+from torch import Tensor, nn
+
+from fop import validate
+from fop.scaling import Number
+from fop.validate import Check, number, one_of, unless, whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Interval = int | Callable[[int], int]
 Coefficient = float | Literal["adaptive"]
+Skip = str | type[nn.Module] | nn.Module
 
-# Curvature of the very first batch is a poor guide for a whole interval, so it is renewed on these
-# steps too.
+# Curvature of the very first batch is a poor guide for a whole interval, so it is refreshed on
+# these steps too.
 EARLY_REFRESH_STEPS = frozenset({1, 2, 4})
 
+# What serves to set an optimizer up, and is not kept.
+SETUP = frozenset({"process_group", "skip", "param_groups"})
 
-@dataclass(frozen=True)
+
+# ---- options with options of their own
+
+
+class _NamedFallback(TypedDict):
+    name: Literal["adamw", "sgd"]
+
+
+class Fallback(_NamedFallback, total=False):
+    """The optimizer of parameters without curvature; `betas` and `eps` are AdamW's."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+
+class _NamedFisher(TypedDict):
+    name: Literal["empirical", "mc", "exact"]
+
+
+class Fisher(_NamedFisher, total=False):
+    """Where curvature comes from; `likelihood` and `model_output` are for "mc" and "exact"."""
+
+    likelihood: Literal["categorical", "bernoulli", "gaussian"]
+    model_output: Callable[[Any], Tensor]
+
+
+class _Interval(TypedDict):
+    steps: Interval
+
+
+class Schedule(_Interval, total=False):
+    """When the layers refresh their curvature."""
+
+    stagger: bool
+
+
+# Options and their checks, by name.
+FALLBACKS: Mapping[str, Mapping[str, Check]] = {
+    "adamw": {
+        "lr": number(low=0.0),
+        "betas": validate.betas,
+        "eps": number(low=0.0),
+    },
+    "sgd": {"lr": number(low=0.0)},
+}
+SAMPLING: Mapping[str, Check] = {
+    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "model_output": unless(None, validate.function("what the model returns")),
+}
+FISHERS: Mapping[str, Mapping[str, Check]] = {"empirical": {}, "mc": SAMPLING, "exact": SAMPLING}
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def _named(kinds: Mapping[str, Mapping[str, Check]]) -> Check:
+    """One of the names, or a dict with it and its options."""
+
+    def check(name: str, value: object) -> None:
+        if not isinstance(value, Mapping):
+            one_of(*kinds)(name, value)
+            return
+        if "name" not in value:
+            raise ValueError(f"{name} must have a 'name', one of {', '.join(map(repr, kinds))}")
+        one_of(*kinds)(f"{name}['name']", value["name"])
+        options = {key: entry for key, entry in value.items() if key != "name"}
+        validate.keys(name, options, kinds[value["name"]], repr(value["name"]))
+
+    return check
+
+
+def _schedule(name: str, value: object) -> None:
+    if isinstance(value, Mapping):
+        if "steps" not in value:
+            raise ValueError(f"{name} must have 'steps', a whole number or a function of the step")
+        checks = {"steps": _schedule, "stagger": validate.flag}
+        validate.keys(name, value, checks, "a schedule")
+    elif not callable(value):
+        whole(" of steps or a function of the step")(name, value)
+
+
+def _strategy(name: str, value: object) -> None:
+    named = isinstance(value, str)
+    check = one_of("owner", "all") if named else whole(' of ranks, or "owner" or "all"')
+    check(name, value)
+
+
+# ---- the list
+
+
+def _option(
+    default: Any, check: Check | None = None, *, per_group: bool = False, projects: bool = False
+) -> Any:
+    """`per_group`: parameter groups may have their own. `projects`: of `FOP` alone."""
+    extra = {"check": check, "per_group": per_group, "projects": projects}
+    return field(default=default, metadata=extra)
+
+
+def _choice(*names: str, projects: bool = False) -> Any:
+    """One of these, by default the first."""
+    return _option(names[0], one_of(*names), projects=projects)
+
+
+_COEFFICIENT = unless("adaptive", number(hint=' or "adaptive"'))
+_CLIP = number(low=0.0, low_open=True, hint=" or None to switch it off")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options shared by all parameter groups; see `fop.FOP` for what each means."""
+    """All arguments besides the model; see `fop.FOP` for what each means."""
 
-    damping_mode: str = "factored"
-    factor_decay: float = 0.95
-    update_every: Interval = 10
-    fisher: str = "empirical"
-    likelihood: str = "categorical"
-    model_output: Callable[[Any], Any] | None = None
-    sharing: str = "expand"
-    max_factor_size: int = 8192
-    beta: Coefficient = "adaptive"
-    eta: Coefficient = "adaptive"
-    total: str = "mean"
-    kl_clip: float | None = 1e-3
-    loss_reduction: str = "mean"
-    halves: str = "auto"
-    curvature: str = "kronecker"
-    fallback: str = "adamw"
-    norms: str = "fallback"
-    decoupled_weight_decay: bool = False
-    stagger: bool = False
-    strategy: str | int = "owner"
-    difference_dtype: torch.dtype | None = None
-    projection_dtype: torch.dtype | None = None
+    lr: Number = _option(0.1, validate.learning_rate, per_group=True)
+    momentum: float = _option(0.7, number(low=0.0), per_group=True)
+    weight_decay: float = _option(0.0, number(low=0.0), per_group=True)
+    nesterov: bool = _option(False, validate.flag, per_group=True)
+    decoupled_weight_decay: bool = _option(False, validate.flag)
+    damping: float = _option(1e-3, number(low=0.0, low_open=True), per_group=True)
+    damping_mode: Literal["factored", "exact"] = _choice("factored", "exact")
+    factor_decay: float = _option(0.95, number(low=0.0, high=1.0, high_open=True))
+    update_every: Interval | Schedule = _option(10, _schedule)
+    fisher: Literal["empirical", "mc", "exact"] | Fisher = _option("empirical", _named(FISHERS))
+    sharing: Literal["expand", "reduce"] = _choice("expand", "reduce")
+    max_factor_size: int = _option(8192, whole(" of rows"))
+    beta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
+    eta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
+    total: Literal["mean", "sum"] = _choice("mean", "sum", projects=True)
+    kl_clip: float | None = _option(1e-3, unless(None, _CLIP))
+    loss_reduction: Literal["mean", "sum"] = _choice("mean", "sum")
+    halves: Literal["auto", "samples", "microbatches", "ranks"] = _choice(
+        "auto", "samples", "microbatches", "ranks", projects=True
+    )
+    curvature: Literal["kronecker", "ekfac", "identity"] = _choice("kronecker", "ekfac", "identity")
+    fallback: Literal["adamw", "sgd"] | Fallback = _option("adamw", _named(FALLBACKS))
+    norms: Literal["fallback", "unitwise"] = _choice("fallback", "unitwise")
+    strategy: Literal["owner", "all"] | int = _option("owner", _strategy)
+    process_group: ProcessGroup | None = _option(None)
+    skip: Skip | Iterable[Skip] = _option(())
+    param_groups: Sequence[Mapping[str, Any]] | None = _option(None)
 
     def __post_init__(self) -> None:
-        _one_of("damping_mode", self.damping_mode, ("factored", "exact"))
-        _one_of("fisher", self.fisher, ("empirical", "mc", "exact"))
-        _one_of("likelihood", self.likelihood, ("categorical", "gaussian", "bernoulli"))
-        _one_of("sharing", self.sharing, ("expand", "reduce"))
-        _one_of("total", self.total, ("mean", "sum"))
-        _one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        _one_of("halves", self.halves, ("auto", "samples", "microbatches", "ranks"))
-        _one_of("curvature", self.curvature, ("kronecker", "ekfac", "identity"))
-        _one_of("fallback", self.fallback, ("sgd", "adamw"))
-        _one_of("norms", self.norms, ("fallback", "unitwise"))
-        _flag("decoupled_weight_decay", self.decoupled_weight_decay)
-        _flag("stagger", self.stagger)
-        _number("factor_decay", self.factor_decay, low=0.0, high=1.0, high_open=True)
-        if self.kl_clip is not None:
-            _number(
-                "kl_clip", self.kl_clip, low=0.0, low_open=True, hint=" or None to switch it off"
-            )
-        for name, value in (("beta", self.beta), ("eta", self.eta)):
-            if value != "adaptive":
-                _number(name, value, hint=' or "adaptive"')
-        if not callable(self.update_every):
-            _whole(self.update_every, "update_every", "steps or a function of the step")
-        if self.model_output is not None and not callable(self.model_output):
-            raise TypeError(
-                "model_output must be a function of what the model returns, or None, got "
-                f"{self.model_output!r}"
-            )
-        _whole(self.max_factor_size, "max_factor_size", "rows")
-        if isinstance(self.strategy, str):
-            _one_of("strategy", self.strategy, ("owner", "all"))
-        else:
-            _whole(self.strategy, "strategy", 'ranks, or "owner" or "all"')
-        _floating("difference_dtype", self.difference_dtype, "that of the parameters")
-        _floating("projection_dtype", self.projection_dtype, "that of the curvature")
-        dtype = self.projection_dtype
-        if dtype is not None and torch.finfo(dtype).tiny > torch.finfo(torch.bfloat16).tiny:
-            raise ValueError(
-                f"projection_dtype must have the range of float32, but {dtype} has less and would "
-                "lose small gradients: use torch.bfloat16"
-            )
+        for option in fields(self):
+            check = option.metadata["check"]
+            if check is not None:
+                check(option.name, getattr(self, option.name))
+        check_group(self.of_groups)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], **fixed: Any) -> Settings:
+        """Of a constructor's `locals()`, which editors see one by one; `fixed` has the others."""
+        names = {option.name for option in fields(cls)} & arguments.keys()
+        return cls(**{name: arguments[name] for name in names}, **fixed)
+
+    @property
+    def of_groups(self) -> dict[str, Any]:
+        """What parameter groups have, unless they set it themselves."""
+        return {name: getattr(self, name) for name in _PER_GROUP}
+
+    @cached_property
+    def fallback_of_groups(self) -> dict[str, Any]:
+        """The fallback as every group carries it: a layer may come to need it later."""
+        chosen = _as_dict(self.fallback, "name")
+        # SGD has no learning rate of its own unless it is given one: it takes lr.
+        options = {**ADAMW, **({"lr": None} if chosen["name"] == "sgd" else {}), **chosen}
+        return {
+            "rule": options["name"],
+            "fallback_lr": options["lr"],
+            "betas": tuple(options["betas"]),
+            "eps": options["eps"],
+        }
+
+    @cached_property
+    def fisher_options(self) -> Fisher:
+        defaults = {"likelihood": "categorical", "model_output": None}
+        return cast(Fisher, defaults | _as_dict(self.fisher, "name"))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return cast(Schedule, {"stagger": False} | _as_dict(self.update_every, "steps"))
 
     @property
     def needs_halves(self) -> bool:
@@ -103,22 +222,56 @@ class Settings:
 
     def described(self) -> str:
         """What most depends on, and what was chosen otherwise than by default."""
-        shown = {"kl_clip", "update_every", "fisher"}
-        shown |= {f.name for f in fields(self) if getattr(self, f.name) != f.default}
-        chosen = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name in shown)
-        return ", ".join(f"{name}: {value}" for name, value in chosen)
+        values = {
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.name in ("kl_clip", "update_every", "fisher")
+            or (option.name not in (*SETUP, *_PER_GROUP) and not _by_default(self, option))
+        }
+        return ", ".join(f"{name}: {value}" for name, value in values.items())
 
     def interval(self, step: int) -> int:
-        """Steps between renewals of curvature, as of `step`."""
-        if callable(self.update_every):
-            return _whole(self.update_every(step), f"update_every({step})", "steps")
-        return self.update_every
+        """Steps between refreshes of the curvature, as of `step`."""
+        steps = self.schedule["steps"]
+        if callable(steps):
+            found = steps(step)
+            whole(" of steps")(f"update_every({step})", found)
+            return found
+        return steps
 
     def refresh_due(self, step: int, phase: int = 0) -> bool:
-        """Whether a layer's curvature is renewed on `step`, counted from 1."""
+        """Whether a layer's curvature is refreshed on `step`, counted from 1."""
         if self.curvature == "identity":
             return False
         return step in EARLY_REFRESH_STEPS or (step - 1 - phase) % self.interval(step) == 0
+
+
+def _by_default(settings: Settings, option: Field[Any]) -> bool:
+    return bool(getattr(settings, option.name) == option.default)
+
+
+def _as_dict(value: object, key: str) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {key: value}
+
+
+# ---- parameter groups
+
+_PER_GROUP = tuple(option.name for option in fields(Settings) if option.metadata["per_group"])
+# What a group may set for itself.
+GROUP_OPTIONS = frozenset({*_PER_GROUP, "fallback_lr"})
+# What it may hold, the user's options and the library's own marks. A new one needs a line here, and
+# is then checked when an optimizer is built and when a state is loaded.
+GROUP_CHECKS: Mapping[str, Check] = {
+    **{f.name: f.metadata["check"] for f in fields(Settings) if f.metadata["per_group"]},
+    "reference_lr": validate.learning_rate,
+    "fallback_lr": unless(None, number(low=0.0)),
+    "betas": validate.betas,
+    "eps": number(low=0.0),
+    "rule": one_of("curvature", "sgd", "adamw"),
+    "steps": whole("", low=0),
+    "skipped_steps": whole("", low=0),
+    "refresh_overdue": validate.flag,
+}
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -130,100 +283,3 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(
             "nesterov=True needs momentum > 0, but momentum is 0: set momentum, or drop nesterov"
         )
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def _floating(name: str, dtype: Any, default: str) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(
-            f"{name} must be a floating point torch.dtype or None ({default}), got {dtype!r}"
-        )
-
-
-def _number(
-    name: str,
-    value: object,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    low_open: bool = False,
-    high_open: bool = False,
-    hint: str = "",
-) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{name} must be a number{hint}, got {value!r} of type {type(value).__name__}"
-        )
-    inside = (value > low if low_open else value >= low) and (
-        value < high if high_open else value <= high
-    )
-    if not (inside and math.isfinite(value)):
-        bounds = []
-        if low > -math.inf:
-            bounds.append(f"{'>' if low_open else '>='} {low:g}")
-        if high < math.inf:
-            bounds.append(f"{'<' if high_open else '<='} {high:g}")
-        wanted = " and ".join(bounds) or "finite"
-        raise ValueError(f"{name} must be {wanted}{hint}, got {value!r}")
-
-
-def _whole(value: object, name: str, unit: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number of {unit}, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value!r}")
-    return value
-
-
-def _learning_rate(name: str, value: object) -> None:
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        value = value.item()
-    _number(name, value, low=0.0)
-
-
-def _optional_rate(name: str, value: object) -> None:
-    if value is not None:
-        _number(name, value, low=0.0)
-
-
-def _count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be >= 0, got {value!r}")
-
-
-def _betas(name: str, value: object) -> None:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} must be two numbers, got {value!r}")
-    for index, beta in enumerate(value):
-        _number(f"{name}[{index}]", beta, low=0.0, high=1.0, high_open=True)
-
-
-# What a parameter group may hold, the user's options and the library's own marks. A new one needs a
-# line here, and is then checked when an optimizer is built and when a state is loaded.
-GROUP_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "lr": _learning_rate,
-    "reference_lr": _learning_rate,
-    "fallback_lr": _optional_rate,
-    "momentum": partial(_number, low=0.0),
-    "weight_decay": partial(_number, low=0.0),
-    "nesterov": _flag,
-    "damping": partial(_number, low=0.0, low_open=True),
-    "betas": _betas,
-    "eps": partial(_number, low=0.0),
-    "rule": partial(_one_of, allowed=("curvature", "sgd", "adamw")),
-    "steps": _count,
-    "skipped_steps": _count,
-    "refresh_overdue": _flag,
-}

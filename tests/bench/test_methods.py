@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -107,6 +108,13 @@ def test_an_option_of_another_method_is_refused() -> None:
         METHODS["sgd"].build(model(), 0.1, damping=1e-3)
     with pytest.raises(MethodError, match=r"'adam' \(did you mean adamw\?\): choose one of sgd,"):
         get_method("adam")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fop", fop.FOP), ("kfac", fop.KFAC)])
+def test_the_options_are_those_of_the_library(name: str, kind: type[Optimizer]) -> None:
+    found = inspect.signature(kind).parameters
+    expected = {name: p.default for name, p in found.items() if name != "model"}
+    assert get_method(name).parameters == expected
 
 
 def test_fop_never_comes_without_its_control() -> None:

@@ -18,7 +18,8 @@ from tests.distributed.launch import Check, Rank, run
 from tests.distributed.models import assert_same
 from tests.miniatures import FlatHead, LongSequenceFirst, Miniature, RowOfPositions, Windows
 
-COMMON = {"lr": 0.1, "momentum": 0.9, "fallback": "sgd", "fallback_lr": 0.1, "update_every": 4}
+SGD = {"name": "sgd", "lr": 0.1}
+COMMON = {"lr": 0.1, "momentum": 0.9, "fallback": SGD, "update_every": 4}
 STEPS = 6
 
 

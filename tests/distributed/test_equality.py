@@ -111,7 +111,7 @@ def settings(rank: Rank) -> None:
         {"norms": "unitwise", "beta": 0.3},
         {"max_factor_size": 20, "update_every": 3},
         {"curvature": "identity"},
-        {"stagger": True, "update_every": 3},
+        {"update_every": {"steps": 3, "stagger": True}},
     ):
         expected, _ = alone(rank, fop.FOP, uneven(rank), **chosen)
         for wrapped in DDP:

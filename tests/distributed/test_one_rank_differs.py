@@ -38,10 +38,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "damping_mode": ("factored", "exact"),
     "factor_decay": (0.9, 0.95),
     "update_every": (3, 4),
-    "stagger": (True, False),
     "fisher": ("mc", "empirical"),
-    "likelihood": ("categorical", "gaussian"),
-    "model_output": (None, len),
     "sharing": ("expand", "reduce"),
     "max_factor_size": (8, 64),
     "beta": ("adaptive", 0.5),
@@ -52,18 +49,13 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "halves": ("samples", "ranks"),
     "curvature": ("kronecker", "identity"),
     "fallback": ("sgd", "adamw"),
-    "fallback_lr": (0.1, 0.3),
     "norms": ("fallback", "unitwise"),
     "strategy": ("owner", "all"),
-    "difference_dtype": (None, torch.bfloat16),
-    "projection_dtype": (None, torch.bfloat16),
     "skip": (["first"], ["first", "last"]),
     "param_groups": ([{"names": "last*", "lr": 0.1}], [{"names": "last*", "lr": 0.5}]),
 }
 # Where an option is named by its effect.
 NAMED = {
-    "model_output": "model_output is None on rank 0 and the function len on rank 1",
-    "fallback_lr": "fallback_lr of param_groups[0] is 0.1 on rank 0 and 0.3 on rank 1",
     "param_groups": "lr of param_groups[0] is 0.1 on rank 0 and 0.5 on rank 1",
 }
 
@@ -76,6 +68,21 @@ def test_every_option_is_among_the_compared() -> None:
 def refused(call: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         call()
+
+
+def other_options_of_options_are_refused(rank: Rank) -> None:
+    """Whatever a dict holds is compared; functions by their names."""
+    both: list[tuple[str, Any, Any]] = [
+        ("fallback", {"name": "sgd", "lr": 0.1}, {"name": "sgd", "lr": 0.3}),
+        ("update_every", {"steps": 3, "stagger": True}, {"steps": 3, "stagger": False}),
+        ("fisher", {"name": "mc"}, {"name": "mc", "likelihood": "gaussian"}),
+    ]
+    for option, *values in both:
+        text = f"{option} is {values[0]!r} on rank 0 and {values[1]!r} on rank 1"
+        refused(lambda o=option, v=values[rank.index]: fop.FOP(net(), **{o: v}), text)
+    pick = (min, max)[rank.index]
+    text = "'model_output': the function min} on rank 0 and {'name': 'mc', 'model_output': the func"
+    refused(lambda: fop.FOP(net(), fisher={"name": "mc", "model_output": pick}), text)
 
 
 def other_settings_are_refused(rank: Rank) -> None:
@@ -207,6 +214,7 @@ def the_masked_way_skips_too(rank: Rank) -> None:
 
 CHECKS: tuple[Check, ...] = (
     other_settings_are_refused,
+    other_options_of_options_are_refused,
     other_classes_functions_and_wrappers_are_refused,
     equal_settings_are_accepted,
     a_rank_without_gradients_makes_all_skip,

@@ -133,6 +133,7 @@ def _cosine(optimizer: Any) -> Any:
 
 
 SGD: dict[str, Any] = {"fallback": "sgd"}
+ADAMW = {"name": "adamw", "lr": 0.01}
 RUNS: dict[str, Run] = {
     "mlp": Run(mlp),
     "mlp, KFAC": Run(mlp, kind=fop.KFAC),
@@ -149,7 +150,7 @@ RUNS: dict[str, Run] = {
     "mlp, halves of micro-batches": Run(mlp, {"halves": "microbatches"}, parts=4),
     "mlp, clipped gradients": Run(mlp, clip=0.05),
     "mlp, warm restarts": Run(mlp, {"kl_clip": 1e-4}, schedule=_cosine),
-    "mlp, staggered": Run(mlp, {"stagger": True, "update_every": 4}),
+    "mlp, staggered": Run(mlp, {"update_every": {"steps": 4, "stagger": True}}),
     "mlp, summed loss": Run(mlp, {"loss_reduction": "sum", "lr": 0.05}, summed=True),
     "mlp, resumed": Run(mlp, resume_at=6),
     "mlp, bias frozen, then not": Run(mlp, frozen_until=5),
@@ -159,7 +160,7 @@ RUNS: dict[str, Run] = {
     "convolutions": Run(convolutions),
     "convolutions, KFAC, sgd": Run(convolutions, SGD, kind=fop.KFAC),
     "convolutions, reduce, norms": Run(convolutions, {"sharing": "reduce", "norms": "unitwise"}),
-    "convolutions, skip, adamw": Run(convolutions, {"skip": ["3"], "fallback_lr": 0.01}),
+    "convolutions, skip, adamw": Run(convolutions, {"skip": ["3"], "fallback": ADAMW}),
     "convolutions, narrow factors": Run(convolutions, {"max_factor_size": 16}),
     "attention": Run(Attending),
     "attention, KFAC, exact damping": Run(Attending, {"damping_mode": "exact"}, kind=fop.KFAC),

@@ -31,7 +31,7 @@ LR, CLIP, WORDS, LENGTH = 0.1, 0.5, 40, 8
 MICRO_BATCH, EXAMPLES = 4, 22  # an epoch ends with a ragged micro-batch
 # BERT looks positions up once for the whole batch, so they belong to no example.
 SKIP = "*position_embeddings"
-ADAMW = {"skip": SKIP, "fallback": "adamw", "fallback_lr": 1e-3}
+ADAMW = {"skip": SKIP, "fallback": {"name": "adamw", "lr": 1e-3}}
 # Renamed in a transformers release that Python 3.10 does not get.
 CHECKPOINTING = (
     "activation_checkpointing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares
@@ -35,9 +34,7 @@ class _IdentityMetric:
     def leave(self, v: Tensor) -> Tensor:
         return v
 
-    def along_fisher(
-        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
         return inner(a.given, a.given), inner(d.given, a.given)
 
     def solve(self, v: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fop import linalg, symmetric
@@ -187,12 +186,9 @@ class _FactoredMetric:
             v = symmetric.finish_solve_right(v, self.input_solver.matrix)
         return v
 
-    def along_fisher(
-        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
-        dtype = dtype or a.given.dtype
-        product = symmetric.from_left(self.output_factor.to(dtype), a.given.to(dtype))
-        product = symmetric.from_right(product, self.input_factor.to(dtype)).to(a.given.dtype)
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
+        product = symmetric.from_left(self.output_factor, a.given)
+        product = symmetric.from_right(product, self.input_factor)
         return inner(a.given, product), inner(d.given, product)
 
 
@@ -264,9 +260,7 @@ class EigenMetric:
         v = v if self.output_basis is None else self.output_basis @ v
         return v if self.input_basis is None else v @ self.input_basis.mT
 
-    def along_fisher(
-        self, a: Gradient, d: Gradient, dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
+    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
         product = self.eigenvalues * a.entered
         return inner(a.entered, product), inner(d.entered, product)
 

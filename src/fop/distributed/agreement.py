@@ -25,17 +25,17 @@ def describe(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     model: nn.Module,
-    skip: Any,
     layers: Iterable[str],
 ) -> dict[str, str]:
     """All that shapes an optimizer's steps; what a user sets directly comes first."""
     found = {"the optimizer": type(optimizer).__name__}
     found |= {option: _text(value) for option, value in optimizer.defaults.items()}
     found |= {field.name: _text(getattr(settings, field.name)) for field in fields(settings)}
-    if callable(settings.update_every):
+    if callable(settings.schedule["steps"]):
         values = [settings.interval(step) for step in range(1, 1 + COMPARED_INTERVALS)]
-        found["update_every"] = f"a function with values {values}"
-    found["skip"] = _skip_text(model, skip)
+        stagger = ", staggered" if settings.schedule["stagger"] else ""
+        found["update_every"] = f"a function with values {values}{stagger}"
+    found["skip"] = _skip_text(model, settings.skip)
     for index, group in enumerate(optimizer.param_groups):
         for option, value in group.items():
             if option not in ("params", "param_names"):
@@ -52,6 +52,8 @@ def describe(
 def _text(value: object) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"the function {value.__qualname__}"  # its address differs in each process
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_text(entry)}' for key, entry in value.items())}}}"
     return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 

@@ -25,7 +25,6 @@ def join_group(
     wrapper: DistributedDataParallel | None,
     group: dist.ProcessGroup | None,
     strategy: str | int,
-    difference_dtype: torch.dtype | None,
     description: Callable[[], Description],
 ) -> Exchange:
     """The exchange with all ranks of the process group, if there is one with more than one.
@@ -68,7 +67,7 @@ def join_group(
     comm.form_rows(row_size(strategy, ranks))
     if wrapper is None and shards is None:
         _broadcast(model, comm)
-    return Shared(comm, wrapper, difference_dtype, sharded=shards is not None)
+    return Shared(comm, wrapper, sharded=shards is not None)
 
 
 @dataclass(frozen=True)

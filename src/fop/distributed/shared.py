@@ -63,7 +63,6 @@ class Shared:
         self,
         comm: Comm,
         wrapper: DistributedDataParallel | None,
-        difference_dtype: torch.dtype | None = None,
         *,
         sharded: bool = False,
     ) -> None:
@@ -72,7 +71,6 @@ class Shared:
         self._wrapper = wrapper
         self._sharded = sharded
         self._averaged = sharded or wrapper is not None
-        self._difference_dtype = difference_dtype
         self._owners: dict[Block, int] = {}
         self._by_capture: dict[LayerCapture, Block] = {}
         self._plan: CapturePlan | None = None
@@ -143,8 +141,7 @@ class Shared:
             parcels = [gradient_parcel(b, self._owners[b]) for b in reversed(trained)]
             channels.append(Channel("average", "averages", parcels, _pack_gradients))
         if self._plan.halves != "none":
-            dtype = self._difference_dtype
-            parcels = [gradient_parcel(block, self._owners[block], dtype) for block in backwards]
+            parcels = [gradient_parcel(block, self._owners[block]) for block in backwards]
             channels.append(Channel("difference", "differences", parcels, self._pack_difference))
         return Outbox(self.comm, trained, channels)
 
