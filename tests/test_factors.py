@@ -18,6 +18,7 @@ from fop.linalg import (
     Form,
     Gram,
     blocked,
+    fits,
     from_state,
     state_shapes,
 )
@@ -159,6 +160,7 @@ def test_states_and_messages_lose_nothing(
         assert tuple(factor.values.shape) == form.shape
         again = from_state(factor.values, width)
         assert type(again) is type(factor)
+        assert [w for w in range(1, 200) if fits(factor.values, w)] == [width]
         assert torch.equal(again.dense(), factor.dense())
         message = torch.full(form.message_shape, torch.nan, dtype=DOUBLE)
         factor.pack(message)

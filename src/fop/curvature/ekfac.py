@@ -56,6 +56,11 @@ class EigenCorrected(EigenKronecker):
                     job.state["corrected_eigenvalues"] = carried_over(corrected, old, new)
         return outcome
 
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+        corrected = state.get("corrected_eigenvalues")
+        fitting = corrected is None or tuple(corrected.shape[-2:]) == shape
+        return fitting and super().ready(state, shape)
+
     def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
         corrected = state.get("corrected_eigenvalues")
         if corrected is None:

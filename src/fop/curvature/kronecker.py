@@ -33,6 +33,7 @@ from fop.linalg import (
     Solver,
     damped_solvers,
     eigenbases,
+    fits,
     from_state,
     on_host,
     solve_pays,
@@ -91,21 +92,15 @@ FACTORS: Mapping[str, AnyEntry] = {
 class _KroneckerFactors(WithoutSquares):
     """The moving averages, common to both ways of damping."""
 
-    keys: Mapping[str, AnyEntry] = FACTORS
-
     def absorb(self, state: CurvatureState, inputs: Factor, outputs: Factor, decay: float) -> None:
         for name, batch in (("input_factor", inputs), ("output_factor", outputs)):
             moving_average(state, name, batch.values, partial(_mean_eigenvalue, batch), decay)
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         """Whether both averages are there for a layer matrix of this shape, and a metric."""
-        if "damping" not in state or not {"input_factor", "output_factor"} <= state.keys():
-            return False
-        size = (len(state["input_factor"]), *shape)
-        return all(
-            tuple(state[key].shape) in entry.shapes(size)
-            for key, entry in self.keys.items()
-            if key in state and isinstance(entry, Entry)
+        return "damping" in state and all(
+            (values := state.get(f"{name}_factor")) is not None and fits(values, width)
+            for name, width in zip(("output", "input"), shape, strict=True)
         )
 
 
@@ -156,10 +151,10 @@ class FactoredKronecker(_KroneckerFactors):
         return outcome
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
-        both = all(
-            f"{name}_inverse" in state or f"{name}_root" in state for name in ("input", "output")
+        return super().ready(state, shape) and all(
+            _has_solver(state, name, width)
+            for name, width in zip(("output", "input"), shape, strict=True)
         )
-        return both and super().ready(state, shape)
 
     def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
         rows, columns = shape
@@ -174,6 +169,13 @@ def _by_cholesky(pair: tuple[Factor, Factor], job: RefreshJob) -> Iterator[bool]
         # Accelerators make one large product much faster than many small ones.
         possible = isinstance(factor, Blocked) and on_host(factor.values)
         yield possible and solve_pays(width, job.uses * vectors)
+
+
+def _has_solver(state: CurvatureState, name: str, width: int) -> bool:
+    if f"{name}_root" in state:
+        return fits(state[f"{name}_root"], width)
+    inverse = state.get(f"{name}_inverse")  # never packed
+    return inverse is not None and bool(inverse.shape[-1] == width)
 
 
 def _solver(state: CurvatureState, name: str, width: int) -> Solver:
@@ -251,10 +253,10 @@ class EigenKronecker(_KroneckerFactors):
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         return super().ready(state, shape) and all(
-            f"{name}_eigenvalues" in state
-            # Only a diagonal factor has no basis.
-            and (f"{name}_basis" in state or isinstance(factor, Diagonal))
-            for name, factor in zip(("input", "output"), stored_factors(state, shape), strict=True)
+            _has_basis(state, name, factor, width)
+            for name, factor, width in zip(
+                ("input", "output"), stored_factors(state, shape), reversed(shape), strict=True
+            )
         )
 
     def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
@@ -264,6 +266,15 @@ class EigenKronecker(_KroneckerFactors):
         return EigenMetric(
             eigenvalues, state.get("input_basis"), state.get("output_basis"), state["damping"]
         )
+
+
+def _has_basis(state: CurvatureState, name: str, factor: Factor, width: int) -> bool:
+    eigenvalues, basis = state.get(f"{name}_eigenvalues"), state.get(f"{name}_basis")
+    if eigenvalues is None or eigenvalues.shape[-1] != width:
+        return False
+    if basis is None:  # as it must be for a diagonal factor
+        return isinstance(factor, Diagonal)
+    return bool(basis.shape[-1] == width)
 
 
 @dataclass(frozen=True)

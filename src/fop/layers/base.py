@@ -126,7 +126,7 @@ class Layer(ABC):
     def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""
         rows = weight.shape[0] // self.groups
-        return rows, weight[0].numel() + has_bias
+        return rows, weight.shape[1:].numel() + has_bias
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[groups, o, i (+1)] from tensors shaped like the weight and the bias."""

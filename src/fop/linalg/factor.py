@@ -96,7 +96,8 @@ class Factor(ABC):
     def to(
         self: Kind, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Kind:
-        return self.like(self.values.to(device=device, dtype=dtype))
+        values = self.values.to(device=device, dtype=dtype)
+        return self if values is self.values else self.like(values)
 
     def add_(self: Kind, other: Factor) -> Kind:
         self.values.add_(other.values)
@@ -223,9 +224,18 @@ class Form:
 
 def from_state(values: Tensor, width: int) -> Factor:
     """The factor of this width whose values a state holds."""
-    diagonal = values.dim() == 2
-    form = Form(len(values), width, diagonal)
-    return Blocked(values, width) if form.packed else unpacked(values)
+    return Blocked(values, width) if _is_packed(values, width) else unpacked(values)
+
+
+def fits(values: Tensor, width: int) -> bool:
+    """Whether what a state holds are the values of a factor of this width."""
+    if _is_packed(values, width):
+        return values.shape[-1] == blocked.packed_shape(1, width, blocked.STORAGE.block)[-1]
+    return values.shape[-1] == width
+
+
+def _is_packed(values: Tensor, width: int) -> bool:
+    return width >= blocked.STORAGE.packed_from and values.dim() == 3
 
 
 def unpacked(values: Tensor) -> Factor:
