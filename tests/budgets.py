@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fop
-import fop.linalg
+from fop.linalg import device
 from fop_bench.models.resnet import BasicBlock, Bottleneck, ResNet, _projection, _small_stem
 
 LIBRARY = str(Path(fop.__file__).parent)
@@ -121,7 +121,7 @@ def kernels_per_layer(
 ) -> tuple[int, float]:
     """Of a plain step on the accelerator path: preconditioned layers, and kernels for each."""
     optimizer = kind(model)
-    host, fop.linalg.HOST_DEVICES = fop.linalg.HOST_DEVICES, frozenset()
+    host, device.HOST_DEVICES = device.HOST_DEVICES, set()
     try:
         for number in range(1, 4):  # the third is plain
             optimizer.zero_grad()
@@ -133,7 +133,7 @@ def kernels_per_layer(
                 with counter:
                     optimizer.step()
     finally:
-        fop.linalg.HOST_DEVICES = host
+        device.HOST_DEVICES = host
     layers = len(fop.diagnostics(optimizer))
     return layers, counter.count / layers
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import fop
-from fop import linalg, symmetric
 from tests.oracles import (
     Reference,
     ReferenceOptimizer,
@@ -27,15 +26,6 @@ from tests.oracles import (
 
 TOLERANCE = 1e-7
 CLASSES = 3
-
-
-@pytest.fixture(autouse=True, params=["whole", "roots"])
-def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors stored and solved with as in narrow layers, and as in wide ones."""
-    if request.param == "roots":
-        monkeypatch.setattr(symmetric, "WHOLE_BELOW", 1)
-        monkeypatch.setattr(symmetric, "BLOCK", 4)
-        monkeypatch.setattr(linalg, "ROOT_OVERHEAD", 0)
 
 
 class Sequence(nn.Module):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fop import symmetric
 from fop.layers import patches as module
 from fop.layers.patches import Patches
+from fop.linalg import Gram, blocked
+from fop.linalg.blocked import Storage
+from fop.linalg.gram import columns
 
 DOUBLE = torch.float64
 
@@ -61,18 +63,23 @@ def moment(rows: Tensor) -> Tensor:
     return torch.einsum("ngsi,ngsj->gij", rows, rows)
 
 
-def written(like: Tensor, write: Callable[[tuple[symmetric.BlockRow, ...]], None]) -> Tensor:
+def written(like: Tensor, write: Callable[[Gram], None]) -> Tensor:
     """What is written to the room for such matrices, which is part of a larger one, as with a bias
     column, and full of what must not stay."""
     groups, width = like.shape[:2]
-    room = symmetric.Lower.new(like, groups, width + 1)
-    room.storage.fill_(float("nan"))
-    write(room.leading(width))
-    return room.whole()[:, :width, :width]
+    gram = Gram(like, groups, width + 1, features=width)
+    gram._triangle.values.fill_(float("nan"))
+    write(gram)
+    return gram.factor().dense()[:, :width, :width]
 
 
-def halves(width: int) -> tuple[symmetric.BlockRow, ...]:
-    return symmetric.Lower.new(torch.empty((), dtype=DOUBLE), 1, width).rows
+def of_width(width: int) -> Gram:
+    return Gram(torch.empty((), dtype=DOUBLE), 1, width)
+
+
+def add_all(chunks: Iterable[Tensor], gram: Gram) -> None:
+    for chunk in chunks:
+        gram.add_columns(chunk)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -92,17 +99,17 @@ def test_the_moment_of_written_out_patches(
     monkeypatch.setattr(module, "CHUNK", chunk)
     patches, x = geometry(seed, unit_stride=False)
     expected = moment(gathered(patches, x))
-    found = written(expected, lambda rows: symmetric.gram(patches._columns(x), rows))
+    found = written(expected, lambda gram: add_all(patches._columns(x), gram))
     assert torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize("block", [3, 128])
 @pytest.mark.parametrize("seed", range(80))
 def test_the_moment_by_lags(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "NARROW_BLOCK", block)
+    monkeypatch.setattr(blocked, "STORAGE", Storage(dense_block=block))
     patches, x = geometry(seed, unit_stride=True)
     expected = moment(gathered(patches, x))
-    found = written(expected, lambda rows: patches._moment_by_lags(x, rows))
+    found = written(expected, lambda gram: patches._moment_by_lags(x, gram))
     assert torch.allclose(found, expected)
 
 
@@ -122,25 +129,25 @@ def test_patches_are_not_written_out_where_lags_are_cheaper() -> None:
     patches = Patches(1, (3, 3), (1, 1), (1, 1), (1, 1), (8, 8))
     x = torch.randn(16, 32, 8, 8, dtype=DOUBLE)
     with FlopCounterMode(display=False) as counter:
-        patches.moment(x, halves(288))
+        patches.moment(x, of_width(288))
     assert counter.get_total_flops() < 0.25 * 2 * 288**2 * 16 * 64
 
 
 @pytest.mark.parametrize("width", [1, 127, 128, 300, 1100])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_symmetric_product_is_the_whole_product(width: int, groups: int) -> None:
+def test_a_gram_product_is_the_dense_product(width: int, groups: int) -> None:
     torch.manual_seed(0)
     chunks = [torch.randn(groups, width, length, dtype=DOUBLE) for length in (5, 1, 3)]
-    whole = torch.cat(chunks, dim=2)
-    expected = whole @ whole.mT
-    found = written(expected, lambda rows: symmetric.gram(chunks, rows))
+    together = torch.cat(chunks, dim=2)
+    expected = together @ together.mT
+    found = written(expected, lambda gram: add_all(chunks, gram))
     assert torch.allclose(found, expected)
 
 
-def test_a_symmetric_product_costs_little_more_than_half() -> None:
-    columns = torch.randn(1, 1024, 512, dtype=DOUBLE)
+def test_a_gram_product_costs_little_more_than_half() -> None:
+    vectors = torch.randn(1, 1024, 512, dtype=DOUBLE)
     with FlopCounterMode(display=False) as counter:
-        symmetric.gram([columns], halves(1024))
+        of_width(1024).add_columns(vectors)
     assert 0.5 < counter.get_total_flops() / (2 * 1024**2 * 512) < 0.6
 
 
@@ -149,4 +156,4 @@ def test_rows_in_either_layout_become_columns(positions_last: bool) -> None:
     rows = torch.randn(3, 2, 4, 5)
     laid_out = rows.mT.contiguous().mT if positions_last else rows
     expected = rows.permute(1, 3, 0, 2).reshape(2, 5, 12)
-    assert torch.equal(symmetric.columns(laid_out), expected)
+    assert torch.equal(columns(laid_out), expected)

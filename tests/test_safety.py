@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fop
 from fop import linalg
+from fop.linalg import Dense, device
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 
@@ -36,7 +37,7 @@ class HostReads(TorchDispatchMode):
 def any_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes are masked where the host would have to wait for the device."""
     if request.param == "accelerator":
-        monkeypatch.setattr(linalg, "HOST_DEVICES", set())
+        monkeypatch.setattr(device, "HOST_DEVICES", set())
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def any_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_a_steady_step_reads_nothing_from_the_device(
     settings: dict[str, Any], clip: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linalg, "HOST_DEVICES", set())
+    monkeypatch.setattr(device, "HOST_DEVICES", set())
     model = cnn()
     optimizer = fop.FOP(model, update_every=5, **settings)
     refreshes = []
@@ -161,7 +162,7 @@ def test_half_precision_models_keep_single_precision_curvature(dtype: torch.dtyp
     assert distance([p.float() for p in half.parameters()], snapshot(model)) < 0.3
 
 
-# ---- the ladder of decompositions
+# ---- decompositions are tried again
 
 
 def psd(*eigenvalues: float) -> Tensor:
@@ -173,10 +174,10 @@ def psd(*eigenvalues: float) -> Tensor:
 
 def test_inverses_and_eigenbases_are_right_where_all_is_well() -> None:
     factor, shift = psd(3.0, 1.0, 0.2), torch.tensor([0.1], dtype=torch.float64)
-    inverse = linalg.damped_inverses([factor], [shift])[0]
+    inverse = linalg.damped_solvers([Dense(factor)], [shift])[0]
     assert inverse is not None
-    assert torch.allclose(inverse @ (factor + 0.1 * torch.eye(3)), torch.eye(3).double())
-    pair = linalg.eigenbases([factor])[0]
+    assert torch.allclose(inverse.values @ (factor + 0.1 * torch.eye(3)), torch.eye(3).double())
+    pair = linalg.eigenbases([Dense(factor)])[0]
     assert pair is not None
     values, vectors = pair
     assert torch.allclose(vectors @ torch.diag_embed(values) @ vectors.mT, factor)
@@ -185,23 +186,23 @@ def test_inverses_and_eigenbases_are_right_where_all_is_well() -> None:
 def test_a_matrix_too_ill_conditioned_for_float32_is_inverted_in_float64() -> None:
     wide = psd(1e6, 1.0, 0.0, 0.0)
     shift = torch.tensor([1e-5])
-    inverse = linalg.damped_inverses([wide.float()], [shift])[0]
+    inverse = linalg.damped_solvers([Dense(wide.float())], [shift])[0]
     assert inverse is not None
-    assert inverse.dtype == torch.float32
-    assert inverse.isfinite().all()
+    assert inverse.values.dtype == torch.float32
+    assert inverse.values.isfinite().all()
 
 
 def test_an_indefinite_matrix_is_inverted_with_more_damping() -> None:
-    factor = psd(1.0, 0.5, -0.05)
-    inverse = linalg.damped_inverses([factor], [torch.tensor([0.01], dtype=torch.float64)])[0]
+    factor, shift = Dense(psd(1.0, 0.5, -0.05)), torch.tensor([0.01], dtype=torch.float64)
+    inverse = linalg.damped_solvers([factor], [shift])[0]
     assert inverse is not None
-    assert torch.linalg.eigvalsh(inverse).min() > 0
+    assert torch.linalg.eigvalsh(inverse.values).min() > 0
 
 
 def test_a_hopeless_matrix_is_given_up() -> None:
     factor = torch.full((1, 3, 3), math.nan)
-    assert linalg.damped_inverses([factor], [torch.tensor([0.1])]) == [None]
-    assert linalg.eigenbases([factor]) == [None]
+    assert linalg.damped_solvers([Dense(factor)], [torch.tensor([0.1])]) == [None]
+    assert linalg.eigenbases([Dense(factor)]) == [None]
 
 
 DECOMPOSITIONS = {"factored": "cholesky_ex", "exact": "eigh"}

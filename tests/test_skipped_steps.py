@@ -31,7 +31,7 @@ def bad_steps(count: int, model: nn.Module, optimizer: Any, name: str | None = N
 @pytest.mark.parametrize("masked", [False, True], ids=["on a host", "masked"])
 def test_skipped_steps_are_counted(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if masked:
-        monkeypatch.setattr("fop.linalg.HOST_DEVICES", frozenset())
+        monkeypatch.setattr("fop.linalg.device.HOST_DEVICES", frozenset())
     model = mlp()
     optimizer = fop.FOP(model)
     assert optimizer.skipped_steps == 0

@@ -1,4 +1,4 @@
-"""A damped factor is inverted, or kept as a root to solve with: the step is the same."""
+"""A damped factor is inverted, or its Cholesky factor solved with: the step is the same."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fop
-from fop import linalg, symmetric
+from fop import linalg
+from fop.linalg import Blocked, Dense, Diagonal, Factor, blocked, decompose, device
+from fop.linalg.blocked import Storage
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 BOTH = pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
 
 
 @pytest.fixture
-def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every factor, as if it were wide; inverted, though, because it is not."""
-    monkeypatch.setattr(symmetric, "WHOLE_BELOW", 1)
-    monkeypatch.setattr(symmetric, "BLOCK", 4)
+    monkeypatch.setattr(blocked, "STORAGE", Storage(packed_from=1, block=4))
 
 
 @pytest.fixture
-def roots(in_halves: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every factor in halves, and solved with."""
-    monkeypatch.setattr(linalg, "ROOT_OVERHEAD", 0)
+def cholesky(packed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every factor packed, and solved with."""
+    monkeypatch.setattr(decompose, "SOLVE_OVERHEAD", 0)
 
 
 def grouped() -> nn.Sequential:
@@ -64,8 +65,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     # The eigenvectors of singular factors, as of the other models, are not unique.
     [*((make, setting) for make in MODELS for setting in SETTINGS), (mlp, {"curvature": "ekfac"})],
 )
-@pytest.mark.parametrize("form", ["in_halves", "roots"])
-def test_steps_by_halves_and_roots_are_steps_by_whole_inverses(
+@pytest.mark.parametrize("form", ["packed", "cholesky"])
+def test_steps_by_packed_factors_are_steps_by_dense_ones(
     kind: Any, make: Any, settings: dict[str, Any], form: str, request: pytest.FixtureRequest
 ) -> None:
     batch = points if make is mlp else images
@@ -74,23 +75,23 @@ def test_steps_by_halves_and_roots_are_steps_by_whole_inverses(
     optimizer = trained(kind, model, data, **settings)
     exact = "damping_mode" in settings or "curvature" in settings
     assert exact or forms(optimizer) == {"input_inverse", "output_inverse"}
-    whole, report = snapshot(model), fop.diagnostics(optimizer)
+    dense, report = snapshot(model), fop.diagnostics(optimizer)
     request.getfixturevalue(form)
     model = make()
     optimizer = trained(kind, model, data, **settings)
-    assert exact or ("output_root" in forms(optimizer)) == (form == "roots")
+    assert exact or ("output_root" in forms(optimizer)) == (form == "cholesky")
     factors = [s["output_factor"] for s in optimizer.state.values() if "output_factor" in s]
-    assert any(symmetric.is_halved(factor.shape) for factor in factors)
-    assert distance(snapshot(model), whole) < 1e-9
+    assert all(factor.dim() == 2 or factor.shape[1] == 1 for factor in factors)
+    assert distance(snapshot(model), dense) < 1e-9
     for name, entry in fop.diagnostics(optimizer).items():
         for key, value in entry.items():
             if not report[name][key] > 1e10:  # the condition of a singular factor is round-off
                 assert value == pytest.approx(report[name][key], rel=1e-6, abs=1e-12, nan_ok=True)
 
 
-@pytest.mark.usefixtures("roots")
+@pytest.mark.usefixtures("cholesky")
 @BOTH
-def test_roots_resume_bit_for_bit(kind: Any) -> None:
+def test_cholesky_factors_resume_bit_for_bit(kind: Any) -> None:
     data = [points(seed=seed, dtype=torch.float32) for seed in range(8)]
     model = mlp(dtype=torch.float32)
     optimizer = trained(kind, model, data[:5])
@@ -102,12 +103,12 @@ def test_roots_resume_bit_for_bit(kind: Any) -> None:
     assert same(snapshot(model), snapshot(copied))
 
 
-@pytest.mark.usefixtures("roots")
+@pytest.mark.usefixtures("cholesky")
 def test_a_layer_may_change_from_one_form_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = mlp(), points()
     optimizer = fop.FOP(model, update_every=1)
     for overhead, expected in ((500, "inverse"), (0, "root"), (500, "inverse")):
-        monkeypatch.setattr(linalg, "ROOT_OVERHEAD", overhead)
+        monkeypatch.setattr(decompose, "SOLVE_OVERHEAD", overhead)
         train(model, optimizer, [(x, y)])
         assert forms(optimizer) == {f"input_{expected}", f"output_{expected}"}
 
@@ -117,6 +118,24 @@ def test_wide_factors_are_solved_with_unless_used_often() -> None:
     assert linalg.solve_pays(4608, 10 * 512)
     assert not linalg.solve_pays(4608, 100 * 512)
     assert not linalg.solve_pays(512, 4608)
+
+
+@BOTH
+@pytest.mark.parametrize("interval", [900, 1100])
+def test_packed_factors_and_their_dense_inverses_resume_bit_for_bit(
+    kind: Any, interval: int
+) -> None:
+    torch.manual_seed(0)
+    model, other = nn.Linear(1000, 2), nn.Linear(1000, 2)
+    data = [(torch.randn(4, 1000), torch.tensor([0, 1, 1, 0])) for _ in range(6)]
+    optimizer, resumed = (kind(m, update_every=interval) for m in (model, other))
+    train(model, optimizer, data[:3])
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, data[3:])
+    train(other, resumed, data[3:])
+    assert forms(resumed) == forms(optimizer)
+    assert same(snapshot(model), snapshot(other))
 
 
 def test_the_interval_decides_the_form() -> None:
@@ -133,16 +152,16 @@ def test_the_interval_decides_the_form() -> None:
         assert "input_root" in form(kind, update_every=lambda step: 900)
 
 
-@pytest.mark.usefixtures("roots")
-def test_a_root_that_fails_climbs_the_ladder() -> None:
-    indefinite = symmetric.halved(
+@pytest.mark.usefixtures("cholesky")
+def test_a_cholesky_factorisation_that_fails_is_tried_again() -> None:
+    indefinite = Blocked.from_dense(
         torch.diag_embed(torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.5, -0.05]]))
     )
-    root = linalg.damped_inverses([indefinite], [torch.tensor([0.01])], [True])[0]
-    assert root is not None
-    assert (symmetric.diagonal(root) > 0).all()
-    hopeless = torch.full_like(indefinite, float("nan"))
-    assert linalg.damped_inverses([hopeless], [torch.tensor([0.01])], [True]) == [None]
+    found = linalg.damped_solvers([indefinite], [torch.tensor([0.01])], [True])[0]
+    assert found is not None
+    assert (found.diagonal() > 0).all()
+    hopeless = indefinite.like(torch.full_like(indefinite.values, float("nan")))
+    assert linalg.damped_solvers([hopeless], [torch.tensor([0.01])], [True]) == [None]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -170,7 +189,7 @@ def test_a_steady_step_needs_no_more_than_the_method_does(kind: Any, products: i
     assert counter.get_total_flops() == products * 2 * 130 * 201 * (130 + 201)
 
 
-@pytest.mark.parametrize("bad", [None, 1, 4], ids=["all sound", "one indefinite", "one hopeless"])
+@pytest.mark.parametrize("bad", [None, 1, 4], ids=["all good", "one indefinite", "one hopeless"])
 def test_decompositions_of_equal_shapes_may_be_made_together(
     bad: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,25 +200,27 @@ def test_decompositions_of_equal_shapes_may_be_made_together(
         x = torch.randn(groups, width, width + 2, generator=generator, dtype=torch.float64)
         return x @ x.mT / width
 
-    factors = [positive(1, 5), positive(2, 5), positive(1, 3), positive(1, 5), positive(1, 5)]
-    factors.append(factors[0].diagonal(dim1=-2, dim2=-1).clone())
+    matrices = [positive(1, 5), positive(2, 5), positive(1, 3), positive(1, 5), positive(1, 5)]
     if bad == 1:
-        factors[1][1] -= 5 * torch.eye(5)
+        matrices[1][1] -= 5 * torch.eye(5)
     elif bad == 4:
-        factors[4][0, 0, 0] = math.nan
-    shifts = [torch.full((len(f),), 0.1 * i + 0.1).double() for i, f in enumerate(factors)]
+        matrices[4][0, 0, 0] = math.nan
+    factors: list[Factor] = [Dense(matrix) for matrix in matrices]
+    factors.append(Diagonal(matrices[0].diagonal(dim1=-2, dim2=-1).clone()))
+    shifts = [torch.full((len(f.values),), 0.1 * i + 0.1).double() for i, f in enumerate(factors)]
 
-    def decompose() -> list[Any]:
-        return [linalg.damped_inverses(factors, shifts), linalg.eigenbases(factors)]
+    def both() -> list[list[Any]]:
+        inverses = [found and found.values for found in linalg.damped_solvers(factors, shifts)]
+        return [inverses, linalg.eigenbases(factors)]
 
-    alone = decompose()
+    alone = both()
     calls = []
     original = torch.linalg.cholesky_ex
-    monkeypatch.setattr(linalg, "HOST_DEVICES", set())
+    monkeypatch.setattr(device, "HOST_DEVICES", set())
     monkeypatch.setattr(
         torch.linalg, "cholesky_ex", lambda *a, **k: (calls.append(len(a[0])), original(*a, **k))[1]
     )
-    together = decompose()
+    together = both()
     assert calls[:2] == [5, 1]  # one call for the inverses of width 5
     for found, wanted in zip(together, alone, strict=True):
         for one, other in zip(found, wanted, strict=True):

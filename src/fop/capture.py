@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fop.captured import Captured, Pending, norm_of
 from fop.examples import Examples
 from fop.layers import Layer
-from fop.moments import FactorForm, FactorSums, PassSums, factor_dtype
+from fop.linalg import Form
+from fop.moments import FactorSums, PassSums, SumForms, factor_dtype
 from fop.shards import is_sharded, local, stand_in
 from fop.squares import Eigenbasis, GradientSquares
-from fop.symmetric import stored_shape
 
 
 @dataclass
@@ -278,15 +278,10 @@ class LayerCapture:
         self.misfit = reason
         self.forget()
 
-    def sum_shapes(self) -> list[tuple[int, ...]]:
-        """Of the curvature sums of inputs, outputs and, if wanted, squares; also without any."""
-        form, groups = self._factor_form(), self.layer.groups
-        outputs, inputs = self.shape
-        shapes: list[tuple[int, ...]] = [
-            (groups, inputs) if form.diagonal_inputs else stored_shape(groups, inputs),
-            (groups, outputs) if form.diagonal_outputs else stored_shape(groups, outputs),
-        ]
-        return [*shapes, (groups, outputs, inputs)] if self._wants_squares else shapes
+    @property
+    def square_shapes(self) -> list[tuple[int, ...]]:
+        """Of the sum of squares; none if it is not wanted."""
+        return [(self.layer.groups, *self.shape)] if self._wants_squares else []
 
     @property
     def _wants_squares(self) -> bool:
@@ -405,15 +400,16 @@ class LayerCapture:
         """Keep a call's curvature sums."""
         self._hold_sums(self, layer, x, grad)
 
-    def _factor_form(self) -> FactorForm:
-        widest = self.plan.max_factor_size
+    @property
+    def sum_forms(self) -> SumForms:
+        """What the curvature sums look like; also without any."""
+        widest, layer = self.plan.max_factor_size, self.layer
         rows, columns = self.shape
-        return FactorForm(
+        return SumForms(
             dtype=factor_dtype(self.weight.dtype),
-            width=columns,
-            has_bias=self.bias is not None and self.layer.bias_column,
-            diagonal_inputs=self.layer.indexed or columns > widest,
-            diagonal_outputs=rows > widest,
+            has_bias=self.bias is not None and layer.bias_column,
+            inputs=Form(layer.groups, columns, diagonal=layer.indexed or columns > widest),
+            outputs=Form(layer.groups, rows, diagonal=rows > widest),
         )
 
     def close_extra_pass(self) -> None:
@@ -548,11 +544,11 @@ class LayerCapture:
 def _hold_sums(capture: LayerCapture, layer: Layer, x: Tensor, grad: Tensor) -> None:
     pending, plan = capture._current(), capture.plan
     if pending.sums is None:
-        form = capture._factor_form()
-        pending.sums = PassSums(form, plan.sharing)
+        forms = capture.sum_forms
+        pending.sums = PassSums(forms, plan.sharing)
         if capture.basis is not None and capture._wants_squares:
             pending.squares = GradientSquares(
-                capture.basis, form.width, form.dtype, has_bias=form.has_bias
+                capture.basis, forms.inputs.width, forms.dtype, has_bias=forms.has_bias
             )
     outputs = layer.output_rows(grad)
     if plan.extra_pass_of is None or plan.extra_pass_first:

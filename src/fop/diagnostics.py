@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fop import scaling
 from fop.block import Block
-from fop.curvature.kronecker import factored_shifts
+from fop.curvature.kronecker import factored_shifts, stored_factors
 from fop.engine import Engine
+from fop.linalg import Factor
 from fop.optimizer import SecondOrderOptimizer
 from fop.projection import inner
-from fop.symmetric import whole
 
 # Entries that need the gradients, and those that need the factors' eigenvalues.
 GRADIENT_KEYS = ("gradient_norm", "difference_norm", "noise_scale")
@@ -76,7 +76,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         if gradients is not None:
             entry |= gradients.terms()
         if "damping" in state:
-            spectrum = _spectrum(state, exact="input_eigenvalues" in state)
+            spectrum = _spectrum(state, block.shape)
             entry |= spectrum.conditions()
             if gradients is not None:
                 entry |= spectrum.kl_terms(gradients.average, gradients.difference, entry)
@@ -187,8 +187,8 @@ class _Spectrum:
         }
 
 
-def _spectrum(state: Mapping[str, Any], *, exact: bool) -> _Spectrum:
-    inputs, outputs = (whole(state[f"{side}_factor"]).double() for side in ("input", "output"))
+def _spectrum(state: Mapping[str, Any], shape: tuple[int, int]) -> _Spectrum:
+    inputs, outputs = (f.to(dtype=torch.float64) for f in stored_factors(state, shape))
     (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
     fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
     if "corrected_eigenvalues" in state:  # which belong to just the basis they were measured in
@@ -197,7 +197,7 @@ def _spectrum(state: Mapping[str, Any], *, exact: bool) -> _Spectrum:
             basis if basis is None else basis.double()
             for basis in (state.get("input_basis"), state.get("output_basis"))
         )
-    if exact:
+    if "input_eigenvalues" in state:  # damping_mode="exact"
         damped = fisher + state["damping"]
     else:
         of_input, of_output = factored_shifts(inputs, outputs, state["damping"])
@@ -212,9 +212,7 @@ def _spectrum(state: Mapping[str, Any], *, exact: bool) -> _Spectrum:
     return _Spectrum(input_values, output_values, enter, fisher, damped)
 
 
-def _eigen(factor: Tensor) -> tuple[Tensor, Tensor | None]:
+def _eigen(factor: Factor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues and eigenvectors; a diagonal factor needs no change of basis."""
-    if factor.dim() == 2:
-        return factor.clamp(min=0), None
-    values, vectors = torch.linalg.eigh(factor)
-    return values.clamp(min=0), vectors
+    (values, *vectors), _ = factor.eigenbasis(torch.zeros_like(factor.mean_eigenvalue()))
+    return values, vectors[0] if vectors else None

@@ -447,7 +447,7 @@ class Engine:
             average = self._unscaled(gathered.average(block))
             if block.capture.given_up or not self._usable(block, state):
                 return average
-            metric = block.curvature.metric(block.state_in(state))
+            metric = block.curvature.metric(block.state_in(state), block.shape)
             update, found = self._direction(block, average, gathered, metric)
             self.coefficients[block.name] = found
             reference = options[block.weight]["reference_lr"]

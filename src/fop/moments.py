@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fop import symmetric
 from fop.layers import Layer
+from fop.linalg import Diagonal, Factor, Form, Gram
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -18,13 +18,10 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class FactorSums:
-    """Sums of x x^T [groups, i(+1), i(+1)] and g g^T [groups, o, o], and what they are over.
+    """Sums of x x^T [groups, i(+1), i(+1)] and g g^T [groups, o, o], and what they are over."""
 
-    In the forms of `symmetric.py`; a factor that is kept diagonal has one dimension less.
-    """
-
-    inputs: Tensor
-    outputs: Tensor
+    inputs: Factor
+    outputs: Factor
     examples: int
     rows: int
     passes: int = 1
@@ -32,7 +29,7 @@ class FactorSums:
 
     def bounds(self) -> list[Tensor]:
         """What is finite only if all entries are: sums of squares bound the other products."""
-        bounds = [symmetric.diagonal(self.inputs), symmetric.diagonal(self.outputs)]
+        bounds = [self.inputs.diagonal(), self.outputs.diagonal()]
         return bounds if self.squares is None else [*bounds, self.squares]
 
     def add(self, other: FactorSums) -> None:
@@ -45,64 +42,60 @@ class FactorSums:
             self.squares.add_(other.squares)
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.inputs, self.outputs = (t.to(device, dtype) for t in (self.inputs, self.outputs))
+        self.inputs, self.outputs = (f.to(device, dtype) for f in (self.inputs, self.outputs))
         if self.squares is not None:
             self.squares = self.squares.to(device, dtype)
 
 
 @dataclass(frozen=True)
-class FactorForm:
+class SumForms:
     """What a layer's sums look like."""
 
     dtype: torch.dtype
-    width: int  # of the input factor, the bias included
     has_bias: bool
-    diagonal_inputs: bool
-    diagonal_outputs: bool
+    inputs: Form  # the bias included
+    outputs: Form
 
-    def of_outputs(self, rows: Tensor) -> Tensor:
+    def of_outputs(self, rows: Tensor) -> Factor:
         """Sum of g g^T over rows [n, groups, s, o]."""
         rows = rows.to(self.dtype)
-        if self.diagonal_outputs:
-            return rows.square().sum((0, 2))
-        moment = symmetric.Lower.new(rows, rows.shape[1], rows.shape[3])
-        symmetric.gram([symmetric.columns(rows)], moment.rows)
-        return moment.stored()
+        if self.outputs.diagonal:
+            return Diagonal(rows.square().sum((0, 2)))
+        gram = Gram(rows, rows.shape[1], rows.shape[3])
+        gram.add_rows(rows)
+        return gram.factor()
 
-    def of_inputs(self, layer: Layer, x: Tensor, grad: Tensor, rows: int) -> Tensor:
+    def of_inputs(self, layer: Layer, x: Tensor, grad: Tensor, rows: int) -> Factor:
         """Sum of x x^T over the input rows of one call, so many in number."""
         x = x.to(self.dtype)
-        if self.diagonal_inputs:
+        if self.inputs.diagonal:
             # Rows hold elements of the input, so their squares are rows of its square.
-            squares = layer.input_totals(x.square(), grad).sum(0)
-            return nn.functional.pad(squares, (0, 1), value=rows) if self.has_bias else squares
-        moment = symmetric.Lower.new(x, layer.groups, self.width)
-        layer.input_moment(x, grad, moment.leading(self.features))
+            return Diagonal(self._with_bias(layer.input_totals(x.square(), grad).sum(0), rows))
+        gram = self._input_gram(x)
+        layer.input_moment(x, grad, gram)
         if self.has_bias:
             # Summed over the examples first: rows are linear in the input.
-            self._fill_bias(moment, layer.input_totals(x.sum(0, keepdim=True), grad[:1])[0], rows)
-        return moment.stored()
+            total = layer.input_totals(x.sum(0, keepdim=True), grad[:1])[0]
+            gram.fill_last(self._with_bias(total, rows))
+        return gram.factor()
 
-    def of_mean_inputs(self, means: Tensor) -> Tensor:
-        """Sum of x x^T over one row an example, [n, groups, i]."""
-        count = len(means)
-        if self.diagonal_inputs:
-            squares = means.square().sum(0)
-            return nn.functional.pad(squares, (0, 1), value=count) if self.has_bias else squares
-        moment = symmetric.Lower.new(means, means.shape[1], self.width)
-        columns = symmetric.columns(means.unsqueeze(2))
-        symmetric.gram([columns], moment.leading(self.features))
+    def of_mean_inputs(self, means: Tensor) -> Factor:
+        """Sum of x x^T over one row per example, [n, groups, i]."""
+        if self.inputs.diagonal:
+            return Diagonal(self._with_bias(means.square().sum(0), len(means)))
+        gram = self._input_gram(means)
+        gram.add_rows(means.unsqueeze(2))
         if self.has_bias:
-            self._fill_bias(moment, means.sum(0), count)
-        return moment.stored()
+            gram.fill_last(self._with_bias(means.sum(0), len(means)))
+        return gram.factor()
 
-    @property
-    def features(self) -> int:
-        return self.width - self.has_bias
+    def _input_gram(self, like: Tensor) -> Gram:
+        groups, width = self.inputs.groups, self.inputs.width
+        return Gram(like, groups, width, features=width - self.has_bias)
 
-    def _fill_bias(self, moment: symmetric.Lower, total: Tensor, rows: int) -> None:
-        """The last row and column, of the constant input 1 that a bias sees."""
-        moment.fill_last(torch.nn.functional.pad(total, (0, 1), value=rows))
+    def _with_bias(self, total: Tensor, rows: int) -> Tensor:
+        """A sum over so many rows, with that of the constant input 1 that a bias sees."""
+        return nn.functional.pad(total, (0, 1), value=rows) if self.has_bias else total
 
 
 class PassSums:
@@ -111,11 +104,11 @@ class PassSums:
     All calls of a pass belong to the same examples: each adds further shared positions.
     """
 
-    def __init__(self, form: FactorForm, sharing: str) -> None:
+    def __init__(self, forms: SumForms, sharing: str) -> None:
         self._reduce = sharing == "reduce"
-        self._form = form
-        self._inputs: Tensor | None = None
-        self._outputs: Tensor | None = None
+        self._forms = forms
+        self._inputs: Factor | None = None
+        self._outputs: Factor | None = None
         self._examples = 0
         self._rows = 0
         # "reduce" only: per-example sums over positions, [n, groups, features], until the pass is
@@ -129,25 +122,25 @@ class PassSums:
         n = grad.shape[0]
         self._count(n, positions)
         if self._reduce:
-            totals = layer.input_totals(x.to(self._form.dtype), grad)
+            totals = layer.input_totals(x.to(self._forms.dtype), grad)
             self._input_total = _sum_of(self._input_total, totals)
         else:
-            moment = self._form.of_inputs(layer, x, grad, n * positions)
-            self._inputs = _sum_of(self._inputs, moment)
+            moment = self._forms.of_inputs(layer, x, grad, n * positions)
+            self._inputs = _sum_of_factors(self._inputs, moment)
 
     def add_indices(self, indices: Tensor) -> None:
         """`indices` [n, s] of one-hot inputs; -1 for a row of zeros."""
         n, positions = indices.shape
         self._count(n, positions)
-        weights = torch.ones_like(indices, dtype=self._form.dtype)
+        weights = torch.ones_like(indices, dtype=self._forms.dtype)
         if self._reduce:
             # An example's mean row is c_v / s; its square is spread over the c_v positions.
             same = indices.unsqueeze(1) == indices.unsqueeze(2)
-            weights = same.sum(2).to(self._form.dtype) / positions**2
+            weights = same.sum(2).to(self._forms.dtype) / positions**2
         weights = weights.masked_fill(indices < 0, 0.0)
-        counts = weights.new_zeros(self._form.width)
+        counts = weights.new_zeros(self._forms.inputs.width)
         counts.index_add_(0, indices.clamp(min=0).reshape(-1), weights.reshape(-1))
-        self._inputs = _sum_of(self._inputs, counts.unsqueeze(0))
+        self._inputs = _sum_of_factors(self._inputs, Diagonal(counts.unsqueeze(0)))
 
     def _count(self, examples: int, positions: int) -> None:
         self._examples = max(self._examples, examples)
@@ -157,24 +150,28 @@ class PassSums:
     def add_outputs(self, rows: Tensor) -> None:
         """`rows` [n, groups, s, o]."""
         if self._reduce:
-            self._output_total = _sum_of(self._output_total, rows.to(self._form.dtype).sum(2))
+            self._output_total = _sum_of(self._output_total, rows.to(self._forms.dtype).sum(2))
         else:
-            self._outputs = _sum_of(self._outputs, self._form.of_outputs(rows))
+            self._outputs = _sum_of_factors(self._outputs, self._forms.of_outputs(rows))
 
     def close_outputs(self) -> None:
         """End a set of output gradients that belong together; several sets may share the inputs."""
         if self._output_total is not None:
-            moment = self._form.of_outputs(self._output_total.unsqueeze(2))
-            self._outputs = _sum_of(self._outputs, moment)
+            moment = self._forms.of_outputs(self._output_total.unsqueeze(2))
+            self._outputs = _sum_of_factors(self._outputs, moment)
             self._output_total = None
 
     def finish(self) -> FactorSums:
         self.close_outputs()
         if self._input_total is not None:
-            self._inputs = self._form.of_mean_inputs(self._input_total.div_(self._positions))
+            self._inputs = self._forms.of_mean_inputs(self._input_total.div_(self._positions))
         assert self._inputs is not None
         assert self._outputs is not None
         return FactorSums(self._inputs, self._outputs, self._examples, self._rows)
+
+
+def _sum_of_factors(total: Factor | None, term: Factor) -> Factor:
+    return term if total is None else total.add_(term)
 
 
 def _sum_of(total: Tensor | None, term: Tensor) -> Tensor:

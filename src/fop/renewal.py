@@ -27,8 +27,9 @@ def make_factors(
     )
     sums.inputs.mul_(of_inputs)
     if scale is not None:
-        quadratic = [sums.outputs] if sums.squares is None else [sums.outputs, sums.squares]
-        torch._foreach_mul_(quadratic, scale.to(sums.outputs) ** 2)  # first: it only shrinks
+        outputs = sums.outputs.values
+        quadratic = [outputs] if sums.squares is None else [outputs, sums.squares]
+        torch._foreach_mul_(quadratic, scale.to(outputs) ** 2)  # first: it only shrinks
     sums.outputs.mul_(of_outputs)
     if sums.squares is not None:
         sums.squares.mul_(square_scale(examples=sums.examples, reduction=reduction, ranks=ranks))
@@ -54,7 +55,7 @@ def renew(
             block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
             if sums.squares is not None:
                 block.curvature.absorb_squares(own, sums.squares, decay)
-            job = RefreshJob(own, options[block.weight]["damping"], uses)
+            job = RefreshJob(own, block.shape, options[block.weight]["damping"], uses)
             jobs.setdefault(block.curvature, []).append((block, job))
         unsuccessful = []
         for curvature, pairs in jobs.items():
@@ -81,7 +82,8 @@ def _rounds(fresh: Fresh) -> Iterator[Fresh]:
 def _restart(failed: list[Block], fresh: Mapping[Block, FactorSums], state: State) -> None:
     """Start moving averages anew that hold something not finite, which would never fade."""
     for block in failed:
-        batch = {"input_factor": fresh[block].inputs, "output_factor": fresh[block].outputs}
+        sums = fresh[block]
+        batch = {"input_factor": sums.inputs.values, "output_factor": sums.outputs.values}
         own = block.state_in(state)
         if not bool(all_finite([own[key] for key in batch])):
-            own.update({key: factor.clone() for key, factor in batch.items()})
+            own.update({key: values.clone() for key, values in batch.items()})

@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import fop
-from fop import linalg, symmetric
+from fop.linalg import blocked, decompose
+from fop.linalg.blocked import Storage
 from tests import oracles
 from tests.common import distance, snapshot
 from tests.distributed.launch import Check, Rank, run
@@ -51,15 +52,14 @@ def every_strategy(rank: Rank) -> None:
                 assert_same(found, expected)
 
 
-def factors_in_halves(rank: Rank) -> None:
-    """As wide layers have them; the one process has whole ones."""
+def packed_factors(rank: Rank) -> None:
+    """As wide layers have them; the one process has dense ones."""
     for kind in KINDS:
         expected, _ = alone(rank, kind, sizes(rank))
-        for overhead in (0, linalg.ROOT_OVERHEAD):  # by roots, and by inverses
+        for overhead in (0, decompose.SOLVE_OVERHEAD):  # by Cholesky factors, and by inverses
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(symmetric, "WHOLE_BELOW", 1)
-                patch.setattr(symmetric, "BLOCK", 4)
-                patch.setattr(linalg, "ROOT_OVERHEAD", overhead)
+                patch.setattr(blocked, "STORAGE", Storage(packed_from=1, block=4))
+                patch.setattr(decompose, "SOLVE_OVERHEAD", overhead)
                 for strategy in strategies(rank):
                     found, _ = together(rank, kind, sizes(rank), strategy=strategy)
                     assert_same(found, expected)
@@ -370,7 +370,7 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
 
 # One start of the processes for all of them.
 CHECKS: tuple[Check, ...] = (
-    factors_in_halves,
+    packed_factors,
     every_strategy,
     every_rank_has_the_same_parameters,
     uneven_batches,

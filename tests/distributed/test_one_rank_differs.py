@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import fop
-from fop import linalg
 from fop.distributed import shared
+from fop.linalg import device
 from tests.common import same
 from tests.distributed.launch import Check, Rank, run
 from tests.distributed.models import batches, net
@@ -204,12 +204,12 @@ def a_step_without_any_gradient_does_nothing(rank: Rank) -> None:
 
 def the_masked_way_skips_too(rank: Rank) -> None:
     """That of accelerators, where plain steps read nothing on the host."""
-    linalg.HOST_DEVICES.clear()
+    device.HOST_DEVICES.clear()
     try:
         a_rank_without_gradients_makes_all_skip(rank)
         a_rank_that_runs_no_backward_makes_all_skip(rank)
     finally:
-        linalg.HOST_DEVICES.add("cpu")
+        device.HOST_DEVICES.add("cpu")
 
 
 CHECKS: tuple[Check, ...] = (

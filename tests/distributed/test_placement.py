@@ -1,4 +1,4 @@
-"""Placement is near the best possible for real models; packing loses nothing."""
+"""Placement is near the best possible for real models."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ import torch
 from torch import nn
 
 import fop
-from fop import symmetric
 from fop.distributed.outbox import Channel, Outbox
-from fop.distributed.packing import (
-    Parcel,
-    into_buckets,
-    pack_symmetric,
-    packed_shape,
-    unpack_symmetric,
-)
+from fop.distributed.packing import Parcel, into_buckets
 from fop.distributed.placement import Work, cost, lower_bound, place
 from fop_bench.models.resnet import imagenet_resnet50
 from fop_bench.models.t2t_vit import t2t_vit_14
@@ -58,32 +51,6 @@ def test_more_ranks_than_layers_leave_some_without_work() -> None:
     assert sorted(place([1.0, 2.0, 3.0], 5)) == [0, 1, 2]
     assert place([], 3) == []
     assert place([1.0, 1.0], 1) == [0, 0]
-
-
-@pytest.mark.parametrize("size", range(1, 10))
-def test_symmetric_factors_travel_as_one_triangle(size: int) -> None:
-    torch.manual_seed(size)
-    factor = torch.randn(2, size, size, dtype=torch.float64)
-    factor = factor + factor.mT
-    packed = torch.full(packed_shape(factor.shape), torch.nan, dtype=torch.float64)
-    pack_symmetric(factor, packed)
-    assert packed[0].numel() == size * (size + 1) // 2
-    assert torch.equal(unpack_symmetric(packed, factor.shape), factor)
-    diagonal = factor[:, 0].contiguous()
-    assert packed_shape(diagonal.shape) == diagonal.shape
-
-
-@pytest.mark.parametrize("size", [512, 576, 577, 1025])
-def test_factors_stored_in_halves_travel_as_one_triangle_too(size: int) -> None:
-    torch.manual_seed(size)
-    factor = torch.randn(2, size, size, dtype=torch.float64)
-    factor = factor + factor.mT
-    stored = symmetric.halved(factor)
-    packed = torch.full(packed_shape(stored.shape), torch.nan, dtype=torch.float64)
-    pack_symmetric(stored, packed)
-    assert packed[0].numel() == size * (size + 1) // 2
-    assert not packed.isnan().any()
-    assert torch.equal(unpack_symmetric(packed, stored.shape), stored)
 
 
 def test_buckets_hold_one_owner_up_to_the_limit_in_the_order_of_completion() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fop.entries import AnyEntry, Entry
+from fop.linalg import Factor
 from fop.projection import Metric
 from fop.squares import Eigenbasis
 
@@ -53,9 +54,10 @@ class PrefixedState(MutableMapping[str, Any]):
 
 @dataclass(frozen=True)
 class RefreshJob:
-    """One layer whose metric is to be renewed from its moving averages."""
+    """One layer whose metric is to be refreshed from its moving averages."""
 
     state: CurvatureState
+    shape: tuple[int, int]  # rows and columns of the layer's matrix
     damping: float
     uses: int = 1  # on how many steps the metric will serve, as far as is known
 
@@ -64,19 +66,19 @@ class Curvature(Protocol):
     keys: Mapping[str, AnyEntry]
     """All entries this curvature keeps in a state, by name: what loading checks them against."""
 
-    def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
+    def absorb(self, state: CurvatureState, inputs: Factor, outputs: Factor, decay: float) -> None:
         """Take a batch's factors A, G into the moving averages; the first initialises them."""
         ...
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
-        """Renew what `metric` needs. False where that failed and the layer keeps what it had."""
+        """Refresh what `metric` needs. False where that failed and the layer keeps what it had."""
         ...
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         """Whether `metric` can be had for a layer matrix of so many rows and columns."""
         ...
 
-    def metric(self, state: CurvatureState) -> Metric: ...
+    def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric: ...
 
     def basis(self, state: CurvatureState) -> Eigenbasis | None:
         """Where squares of per-example gradients are wanted, the basis to take them in."""

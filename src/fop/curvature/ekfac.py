@@ -5,9 +5,9 @@
 
 For a given basis this S is the diagonal closest to the true Fisher in the Frobenius norm, where
 that of KFAC is the product of the factors' eigenvalues. It is measured in the basis at hand while
-the backward pass runs, so that no activations have to be kept. When the basis is renewed, S is
+the backward pass runs, so that no activations have to be kept. When the basis is refreshed, S is
 carried over: the diagonal, in the new basis, of what it stood for in the old one. Until the first
-measurement (the second renewal) the factors' eigenvalues stand in.
+measurement (the second refresh) the factors' eigenvalues stand in.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class EigenCorrected(EigenKronecker):
             for job in jobs
         ]
         outcome = super().refresh(jobs)
-        for job, old, renewed in zip(jobs, before, outcome, strict=True):
-            if renewed:
+        for job, old, refreshed in zip(jobs, before, outcome, strict=True):
+            if refreshed:
                 corrected = job.state.pop("corrected_eigenvalues", None)
                 new = self.basis(job.state)
                 if old is not None and new is not None:
@@ -58,13 +58,13 @@ class EigenCorrected(EigenKronecker):
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         corrected = state.get("corrected_eigenvalues")
-        fits = corrected is None or tuple(corrected.shape[-2:]) == shape
-        return fits and super().ready(state, shape)
+        fitting = corrected is None or tuple(corrected.shape[-2:]) == shape
+        return fitting and super().ready(state, shape)
 
-    def metric(self, state: CurvatureState) -> Metric:
+    def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
         corrected = state.get("corrected_eigenvalues")
         if corrected is None:
-            return super().metric(state)
+            return super().metric(state, shape)
         return EigenMetric(
             corrected, state.get("input_basis"), state.get("output_basis"), state["damping"]
         )

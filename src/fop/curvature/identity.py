@@ -8,13 +8,14 @@ from torch import Tensor
 
 from fop.curvature.base import CurvatureState, RefreshJob, WithoutSquares
 from fop.entries import AnyEntry
+from fop.linalg import Factor
 from fop.projection import Gradient, Metric, inner
 
 
 class Identity(WithoutSquares):
     keys: Mapping[str, AnyEntry] = {}
 
-    def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
+    def absorb(self, state: CurvatureState, inputs: Factor, outputs: Factor, decay: float) -> None:
         raise AssertionError("the identity needs no statistics")
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
@@ -23,7 +24,7 @@ class Identity(WithoutSquares):
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
         return True
 
-    def metric(self, state: CurvatureState) -> Metric:
+    def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
         return _IdentityMetric()
 
 

@@ -1,19 +1,20 @@
 """F = G (x) A, so F V = G V A for V [groups, o, i]; damped factor by factor, or exactly.
 
-A  input factor [groups, i, i]   G  output factor [groups, o, o]   diagonal: [groups, d]
+A  input factor [groups, i, i]   G  output factor [groups, o, o]   in any form of `linalg.Factor`
 factored:  M = (G + sqrt(lambda)/pi I) (x) (A + pi sqrt(lambda) I), by Cholesky,
-           pi^2 = (tr A / dim A) / (tr G / dim G)
+           pi^2 = (tr A / i) / (tr G / o)
 exact:     M = F + lambda I, by the eigenvectors of A and G
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from fop import linalg, symmetric
 from fop.curvature.base import (
     CurvatureState,
     RefreshJob,
@@ -22,35 +23,55 @@ from fop.curvature.base import (
     moving_average,
 )
 from fop.entries import AnyEntry, Entry, NumberEntry
+from fop.linalg import (
+    Blocked,
+    Cholesky,
+    Diagonal,
+    Factor,
+    Form,
+    Solver,
+    damped_solvers,
+    eigenbases,
+    fits,
+    from_state,
+    on_host,
+    solve_pays,
+    state_shapes,
+    unpacked,
+)
 from fop.projection import Gradient, Metric, inner
 
 # A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
 SMALLEST_MEAN_EIGENVALUE = 1e-20
 
 
-def factored_shifts(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def factored_shifts(inputs: Factor, outputs: Factor, damping: float) -> tuple[Tensor, Tensor]:
     """What to add to the diagonals of A and G: pi sqrt(lambda), sqrt(lambda) / pi [groups]."""
     root = damping**0.5
     # Roots before the quotient, which could overflow.
     of_inputs, of_outputs = (
-        _mean_eigenvalue(factor).clamp(min=SMALLEST_MEAN_EIGENVALUE).sqrt()
+        factor.mean_eigenvalue().clamp(min=SMALLEST_MEAN_EIGENVALUE).sqrt()
         for factor in (inputs, outputs)
     )
     pi = of_inputs / of_outputs
     return pi * root, root / pi
 
 
-def _mean_eigenvalue(factor: Tensor) -> Tensor:
-    return symmetric.diagonal(factor).mean(-1)
-
-
 # Which of a layer's size (groups, rows, columns) is the width of its output and its input factor.
 ROWS, COLUMNS = 1, 2
 
 
-def _symmetric(side: int) -> Entry:
-    """Symmetric matrices, or their diagonals where factors are wide."""
-    return Entry(lambda size: [symmetric.stored_shape(size[0], size[side]), (size[0], size[side])])
+def _factor(side: int) -> Entry:
+    return Entry(lambda size: state_shapes(size[0], size[side]))
+
+
+def _inverse(side: int) -> Entry:
+    """Dense, also where the factor is packed, or diagonal."""
+    return Entry(lambda size: [(size[0], size[side], size[side]), (size[0], size[side])])
+
+
+def _cholesky(side: int) -> Entry:
+    return Entry(lambda size: [Form(size[0], size[side]).shape])
 
 
 def _diagonal(side: int) -> Entry:
@@ -61,134 +82,139 @@ def _square(side: int) -> Entry:
     return Entry(lambda size: [(size[0], size[side], size[side])])
 
 
-def _complete(state: CurvatureState, shape: tuple[int, int]) -> bool:
-    """Whether both moving averages are there for a layer matrix of this shape, and a metric."""
-    factors = [state.get(f"{name}_factor") for name in ("output", "input")]
-    return "damping" in state and all(
-        factor is not None and symmetric.matrix_width(factor.shape) == width
-        for factor, width in zip(factors, shape, strict=True)
-    )
-
-
 FACTORS: Mapping[str, AnyEntry] = {
-    **averaged("input_factor", _symmetric(COLUMNS)),
-    **averaged("output_factor", _symmetric(ROWS)),
+    **averaged("input_factor", _factor(COLUMNS)),
+    **averaged("output_factor", _factor(ROWS)),
 }
 
 
 class _KroneckerFactors(WithoutSquares):
     """The moving averages, common to both ways of damping."""
 
-    def absorb(self, state: CurvatureState, inputs: Tensor, outputs: Tensor, decay: float) -> None:
-        moving_average(state, "input_factor", inputs, _mean_eigenvalue, decay)
-        moving_average(state, "output_factor", outputs, _mean_eigenvalue, decay)
+    def absorb(self, state: CurvatureState, inputs: Factor, outputs: Factor, decay: float) -> None:
+        for name, batch in (("input_factor", inputs), ("output_factor", outputs)):
+            moving_average(state, name, batch.values, partial(_mean_eigenvalue, batch), decay)
+
+    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+        """Whether both averages are there for a layer matrix of this shape, and a metric."""
+        return "damping" in state and all(
+            (values := state.get(f"{name}_factor")) is not None and fits(values, width)
+            for name, width in zip(("output", "input"), shape, strict=True)
+        )
+
+
+def _mean_eigenvalue(form: Factor, values: Tensor) -> Tensor:
+    return form.like(values).mean_eigenvalue()
+
+
+def stored_factors(state: Mapping[str, Any], shape: tuple[int, int]) -> tuple[Factor, Factor]:
+    """A and G, of a layer matrix of this shape."""
+    rows, columns = shape
+    inputs, outputs = state["input_factor"], state["output_factor"]
+    return from_state(inputs, columns), from_state(outputs, rows)
 
 
 class FactoredKronecker(_KroneckerFactors):
+    # A Cholesky factor is kept as a "root".
     keys: Mapping[str, AnyEntry] = {
         **FACTORS,
-        "input_inverse": _symmetric(COLUMNS),
-        "input_root": _symmetric(COLUMNS),
-        "output_inverse": _symmetric(ROWS),
-        "output_root": _symmetric(ROWS),
+        "input_inverse": _inverse(COLUMNS),
+        "input_root": _cholesky(COLUMNS),
+        "output_inverse": _inverse(ROWS),
+        "output_root": _cholesky(ROWS),
         "damping": NumberEntry(),
     }
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
-        factors: list[Tensor] = []
+        factors: list[Factor] = []
         shifts: list[Tensor] = []
-        roots: list[bool] = []
+        cholesky: list[bool] = []
         for job in jobs:
-            pair = (job.state["input_factor"], job.state["output_factor"])
+            pair = stored_factors(job.state, job.shape)
             factors += pair
             shifts += factored_shifts(*pair, job.damping)
-            widths = [symmetric.matrix_width(factor.shape) for factor in pair]
-            for factor, width, other in zip(pair, widths, reversed(widths), strict=True):
-                # Accelerators make one large product much faster than many small ones.
-                halved = symmetric.is_halved(factor.shape) and linalg.on_host(factor)
-                roots.append(halved and linalg.solve_pays(width, job.uses * other))
-        found = linalg.damped_inverses(factors, shifts, roots)
+            cholesky += _by_cholesky(pair, job)
+        solvers = iter(damped_solvers(factors, shifts, cholesky))
         outcome = []
-        for index, job in enumerate(jobs):
-            pair_found = found[2 * index : 2 * index + 2]
-            outcome.append(all(part is not None for part in pair_found))
+        for job, pair_found in zip(jobs, zip(solvers, solvers, strict=True), strict=True):
+            outcome.append(None not in pair_found)
             if outcome[-1]:
-                for name, part, is_root in zip(
-                    ("input", "output"), pair_found, roots[2 * index :], strict=False
-                ):
-                    kept, dropped = ("root", "inverse") if is_root else ("inverse", "root")
-                    job.state[f"{name}_{kept}"] = part
+                for name, solver in zip(("input", "output"), pair_found, strict=True):
+                    assert solver is not None
+                    kept, dropped = "inverse", "root"
+                    if isinstance(solver, Cholesky):
+                        kept, dropped = dropped, kept
+                    job.state[f"{name}_{kept}"] = solver.values
                     job.state.pop(f"{name}_{dropped}", None)
                 job.state["damping"] = job.damping
         return outcome
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
-        sides = [_Solver.of(state, name) for name in ("output", "input")]
-        return _complete(state, shape) and all(
-            side is not None and side.width == width
-            for side, width in zip(sides, shape, strict=True)
+        return super().ready(state, shape) and all(
+            _has_solver(state, name, width)
+            for name, width in zip(("output", "input"), shape, strict=True)
         )
 
-    def metric(self, state: CurvatureState) -> Metric:
-        of_input, of_output = _Solver.of(state, "input"), _Solver.of(state, "output")
-        assert of_input is not None
-        assert of_output is not None
-        return _FactoredMetric(state["input_factor"], state["output_factor"], of_input, of_output)
+    def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
+        rows, columns = shape
+        solvers = _solver(state, "input", columns), _solver(state, "output", rows)
+        return _FactoredMetric(*stored_factors(state, shape), *solvers)
 
 
-@dataclass(frozen=True)
-class _Solver:
-    """What solves with a damped factor S: its inverse, or a root L with L L^T = S.
+def _by_cholesky(pair: tuple[Factor, Factor], job: RefreshJob) -> Iterator[bool]:
+    """Whether to solve with each of A and G by its Cholesky factor, not by its inverse."""
+    rows, columns = job.shape
+    for factor, width, vectors in zip(pair, (columns, rows), (rows, columns), strict=True):
+        # Accelerators make one large product much faster than many small ones.
+        possible = isinstance(factor, Blocked) and on_host(factor.values)
+        yield possible and solve_pays(width, job.uses * vectors)
 
-    S^-1 = L^-T L^-1 by a root, in two halves; the inverse stands between halves that do nothing.
-    """
 
-    matrix: Tensor
-    is_root: bool
+def _has_solver(state: CurvatureState, name: str, width: int) -> bool:
+    if f"{name}_root" in state:
+        return fits(state[f"{name}_root"], width)
+    inverse = state.get(f"{name}_inverse")  # never packed
+    return inverse is not None and bool(inverse.shape[-1] == width)
 
-    @staticmethod
-    def of(state: CurvatureState, name: str) -> _Solver | None:
-        for form in ("inverse", "root"):
-            if f"{name}_{form}" in state:
-                return _Solver(state[f"{name}_{form}"], form == "root")
-        return None
 
-    @property
-    def width(self) -> int:
-        return symmetric.matrix_width(self.matrix.shape)
+def _solver(state: CurvatureState, name: str, width: int) -> Solver:
+    if f"{name}_root" in state:
+        return Cholesky(state[f"{name}_root"], width)
+    return unpacked(state[f"{name}_inverse"])
 
 
 @dataclass(frozen=True)
 class _FactoredMetric:
-    input_factor: Tensor
-    output_factor: Tensor
-    input_solver: _Solver
-    output_solver: _Solver
+    """M^-1 = R^T S R: by Cholesky factors in R, by inverses in S."""
+
+    input_factor: Factor
+    output_factor: Factor
+    input_solver: Solver
+    output_solver: Solver
 
     def enter(self, v: Tensor) -> Tensor:
-        if self.input_solver.is_root:
-            v = symmetric.half_solve_right(v, self.input_solver.matrix)
-        if self.output_solver.is_root:
-            v = symmetric.half_solve_left(self.output_solver.matrix, v)
+        if isinstance(self.input_solver, Cholesky):
+            v = self.input_solver.solve_right(v)
+        if isinstance(self.output_solver, Cholesky):
+            v = self.output_solver.solve_left(v)
         return v
 
     def solve(self, v: Tensor) -> Tensor:
-        if not self.input_solver.is_root:
-            v = symmetric.from_right(v, self.input_solver.matrix)
-        if not self.output_solver.is_root:
-            v = symmetric.from_left(self.output_solver.matrix, v)
+        if isinstance(self.input_solver, Factor):
+            v = self.input_solver.rmatmul(v)
+        if isinstance(self.output_solver, Factor):
+            v = self.output_solver.matmul(v)
         return v
 
     def leave(self, v: Tensor) -> Tensor:
-        if self.output_solver.is_root:
-            v = symmetric.finish_solve_left(self.output_solver.matrix, v)
-        if self.input_solver.is_root:
-            v = symmetric.finish_solve_right(v, self.input_solver.matrix)
+        if isinstance(self.output_solver, Cholesky):
+            v = self.output_solver.solve_transposed_left(v)
+        if isinstance(self.input_solver, Cholesky):
+            v = self.input_solver.solve_transposed_right(v)
         return v
 
     def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
-        product = symmetric.from_left(self.output_factor, a.given)
-        product = symmetric.from_right(product, self.input_factor)
+        product = self.input_factor.rmatmul(self.output_factor.matmul(a.given))
         return inner(a.given, product), inner(d.given, product)
 
 
@@ -204,7 +230,8 @@ class EigenKronecker(_KroneckerFactors):
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         names = ("input", "output")
-        bases = linalg.eigenbases([job.state[f"{name}_factor"] for job in jobs for name in names])
+        factors = [factor for job in jobs for factor in stored_factors(job.state, job.shape)]
+        bases = eigenbases(factors)
         outcome = []
         for index, job in enumerate(jobs):
             found = dict(zip(names, bases[2 * index : 2 * index + 2], strict=True))
@@ -220,12 +247,14 @@ class EigenKronecker(_KroneckerFactors):
         return outcome
 
     def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
-        return _complete(state, shape) and all(
-            _has_basis(state, name, width)
-            for name, width in zip(("output", "input"), shape, strict=True)
+        return super().ready(state, shape) and all(
+            _has_basis(state, name, factor, width)
+            for name, factor, width in zip(
+                ("input", "output"), stored_factors(state, shape), reversed(shape), strict=True
+            )
         )
 
-    def metric(self, state: CurvatureState) -> Metric:
+    def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
         eigenvalues = state["output_eigenvalues"].unsqueeze(-1) * state[
             "input_eigenvalues"
         ].unsqueeze(-2)
@@ -234,12 +263,12 @@ class EigenKronecker(_KroneckerFactors):
         )
 
 
-def _has_basis(state: CurvatureState, name: str, width: int) -> bool:
+def _has_basis(state: CurvatureState, name: str, factor: Factor, width: int) -> bool:
     eigenvalues, basis = state.get(f"{name}_eigenvalues"), state.get(f"{name}_basis")
     if eigenvalues is None or eigenvalues.shape[-1] != width:
         return False
     if basis is None:  # as it must be for a diagonal factor
-        return bool(state[f"{name}_factor"].dim() == 2)
+        return isinstance(factor, Diagonal)
     return bool(basis.shape[-1] == width)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from fop.block import Block
 from fop.distributed.base import Counts, Request
 from fop.distributed.comm import Comm, Handle
-from fop.distributed.packing import Bucket, Parcel, packed_shape, unpack_symmetric
+from fop.distributed.packing import Bucket, Parcel
 from fop.distributed.totals import SummedTotals
-from fop.moments import FactorSums, factor_dtype
+from fop.moments import FactorSums
 from fop.scaling import Number
 from fop.shards import local
 
@@ -111,23 +111,22 @@ class Arrived:
         return block.rescaling(self._request.loss_scale) if self._averaged else None
 
     def sums(self, block: Block, counts: Counts) -> FactorSums:
-        places = self._open("curvature")[block]
-        inputs, outputs, *rest = block.capture.sum_shapes()
+        inputs, outputs, *squares = self._open("curvature")[block]
+        forms = block.capture.sum_forms
         return FactorSums(
-            unpack_symmetric(places[0], inputs),
-            unpack_symmetric(places[1], outputs),
+            forms.inputs.unpack(inputs),
+            forms.outputs.unpack(outputs),
             int(counts.examples),
             int(counts.rows),
             int(counts.passes),
-            squares=places[2].clone() if rest else None,
+            squares=squares[0].clone() if squares else None,
         )
 
 
 def sum_parcel(block: Block, owner: int) -> Parcel:
-    inputs, outputs, *squares = block.capture.sum_shapes()
-    shapes = (packed_shape(inputs), packed_shape(outputs), *squares)
-    weight = block.weight
-    return Parcel(block, owner, shapes, factor_dtype(weight.dtype), weight.device)
+    forms, squares = block.capture.sum_forms, block.capture.square_shapes
+    shapes = (forms.inputs.message_shape, forms.outputs.message_shape, *squares)
+    return Parcel(block, owner, shapes, forms.dtype, block.weight.device)
 
 
 def gradient_parcel(block: Block, owner: int, dtype: torch.dtype | None = None) -> Parcel:

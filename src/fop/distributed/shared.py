@@ -39,7 +39,7 @@ from fop.distributed.mail import (
     update_parcel,
 )
 from fop.distributed.outbox import Channel, Outbox
-from fop.distributed.packing import Bucket, Parcel, into_buckets, pack_symmetric
+from fop.distributed.packing import Bucket, Parcel, into_buckets
 from fop.distributed.placement import Work, cost, place
 from fop.distributed.totals import SummedTotals
 from fop.linalg import on_host
@@ -296,14 +296,14 @@ class Shared:
 
 
 def _work_of(block: Block) -> Work:
-    inputs, outputs, *_ = block.capture.sum_shapes()
+    forms = block.capture.sum_forms
     rows, columns = block.shape
     return Work(
         rows=rows,
         columns=columns,
         groups=block.layer.groups,
-        diagonal_rows=len(outputs) == 2,
-        diagonal_columns=len(inputs) == 2,
+        diagonal_rows=forms.outputs.diagonal,
+        diagonal_columns=forms.inputs.diagonal,
     )
 
 
@@ -313,8 +313,8 @@ def _pack_sums(block: Block, places: list[Tensor]) -> None:
         for place_ in places:
             place_.zero_()
     else:
-        pack_symmetric(sums.inputs, places[0])
-        pack_symmetric(sums.outputs, places[1])
+        sums.inputs.pack(places[0])
+        sums.outputs.pack(places[1])
         if sums.squares is not None:
             places[2].copy_(sums.squares)
 

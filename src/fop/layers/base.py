@@ -14,13 +14,26 @@ of the batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fop import symmetric
-from fop.symmetric import BlockRow
+
+class Gram(Protocol):
+    """Where a layer leaves the sum of r r^T over its input rows r: [groups, i, i], symmetric."""
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add rows [n, groups, s, i] to the sum."""
+        ...
+
+    def add_columns(self, vectors: Tensor) -> None:
+        """Add rows that lie as columns [groups, i, k]."""
+        ...
+
+    def write_rows(self, values: Tensor, start: int, step: int) -> None:
+        """Set the sum's own rows start, start + step, ... to values [groups, count, i]."""
+        ...
 
 
 class Layer(ABC):
@@ -94,9 +107,9 @@ class Layer(ABC):
         """Input rows summed over positions, [n, groups, i]."""
         return self.input_rows(x, grad).sum(2)
 
-    def input_moment(self, x: Tensor, grad: Tensor, out: Sequence[BlockRow]) -> None:
-        """Write the sum of r r^T over all input rows r to the lower half of [groups, i, i]."""
-        symmetric.gram([symmetric.columns(self.input_rows(x, grad))], out)
+    def input_moment(self, x: Tensor, grad: Tensor, out: Gram) -> None:
+        """Leave the sum of r r^T over all input rows r in `out`, which is empty."""
+        out.add_rows(self.input_rows(x, grad))
 
     @abstractmethod
     def output_rows(self, grad: Tensor) -> Tensor:
@@ -113,7 +126,7 @@ class Layer(ABC):
     def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""
         rows = weight.shape[0] // self.groups
-        return rows, weight[0].numel() + has_bias
+        return rows, weight.shape[1:].numel() + has_bias
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[groups, o, i (+1)] from tensors shaped like the weight and the bias."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer
+from fop.layers.base import Gram, Layer
 from fop.layers.patches import Patches, Sizes
-from fop.symmetric import BlockRow
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -96,7 +94,7 @@ class _AnyConvolution(Layer):
         patches, x = self.patches(x, grad)
         return patches.totals(x)
 
-    def input_moment(self, x: Tensor, grad: Tensor, out: Sequence[BlockRow]) -> None:
+    def input_moment(self, x: Tensor, grad: Tensor, out: Gram) -> None:
         patches, x = self.patches(x, grad)
         patches.moment(x, out)
 

@@ -6,15 +6,13 @@ of a convolution are. All else is left to the layer itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fop.layers.base import Layer
+from fop.layers.base import Gram, Layer
 from fop.layers.norm import NormLayer
-from fop.symmetric import BlockRow
 
 
 class FoldedLayer(Layer):
@@ -56,7 +54,7 @@ class FoldedLayer(Layer):
     def input_totals(self, x: Tensor, grad: Tensor) -> Tensor:
         return self._fold(self._layer.input_totals(x.flatten(0, 1), grad.flatten(0, 1))).sum(1)
 
-    def input_moment(self, x: Tensor, grad: Tensor, out: Sequence[BlockRow]) -> None:
+    def input_moment(self, x: Tensor, grad: Tensor, out: Gram) -> None:
         self._layer.input_moment(x.flatten(0, 1), grad.flatten(0, 1), out)
 
     def output_rows(self, grad: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ distinct lag k' - k serves all pairs of taps with that lag, but for corrections 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fop.symmetric import BlockRow, gram
+from fop.layers.base import Gram
 
 Sizes = tuple[int, ...]  # one entry a spatial dimension
 
@@ -64,12 +64,13 @@ class Patches:
             x = self._unfolded(x, axis).sum(3 + axis)
         return x.reshape(len(x), self.groups, -1)
 
-    def moment(self, x: Tensor, out: Sequence[BlockRow]) -> None:
-        """Write the sum of v v^T over all patches v to the lower half of [groups, i, i]."""
+    def moment(self, x: Tensor, out: Gram) -> None:
+        """Leave the sum of v v^T over all patches v in `out`, which is empty."""
         if self._lags_pay(x):
             self._moment_by_lags(x, out)
         else:
-            gram(self._columns(x), out)
+            for vectors in self._columns(x):
+                out.add_columns(vectors)
 
     # ---- written out
 
@@ -128,7 +129,7 @@ class Patches:
         by_columns = (0.6 * max(features, NARROW) + COPY) * features * written
         return by_lags + 2 * COPY * features**2 < by_columns
 
-    def _moment_by_lags(self, x: Tensor, out: Sequence[BlockRow]) -> None:
+    def _moment_by_lags(self, x: Tensor, out: Gram) -> None:
         if len(self.kernel) == 1:  # an image of height one
             flat = replace(
                 self,
@@ -146,11 +147,7 @@ class Patches:
                 blocks[one, two] if one <= two else blocks[two, one].mT for two in range(self.taps)
             ]
             values = torch.stack(of_tap, dim=-1).flatten(2)  # [groups, channels, features]
-            for row in out:  # its rows that belong to this tap, one a channel
-                skipped = (one - row.start) % self.taps
-                own = row.values[:, skipped :: self.taps]
-                first = (row.start + skipped) // self.taps
-                own.copy_(values[:, first : first + own.shape[1], : row.end])
+            out.write_rows(values, start=one, step=self.taps)
 
 
 class _LagProducts:

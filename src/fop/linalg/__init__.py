@@ -1,0 +1,39 @@
+"""Factors, in any form of storage, and their decompositions."""
+
+from __future__ import annotations
+
+from fop.linalg.blocked import Cholesky
+from fop.linalg.decompose import Solver, damped_solvers, eigenbases, solve_pays
+from fop.linalg.device import all_finite, on_host
+from fop.linalg.factor import (
+    Blocked,
+    Dense,
+    Diagonal,
+    Factor,
+    Form,
+    fits,
+    from_state,
+    state_shapes,
+    unpacked,
+)
+from fop.linalg.gram import Gram
+
+__all__ = [
+    "Blocked",
+    "Cholesky",
+    "Dense",
+    "Diagonal",
+    "Factor",
+    "Form",
+    "Gram",
+    "Solver",
+    "all_finite",
+    "damped_solvers",
+    "eigenbases",
+    "fits",
+    "from_state",
+    "on_host",
+    "solve_pays",
+    "state_shapes",
+    "unpacked",
+]

@@ -1,0 +1,34 @@
+"""What the host may ask of a device, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+# Devices that compute while the host waits: it may read what they have found at no cost, and many
+# small operations cost no more than one large one.
+HOST_DEVICES = {"cpu"}
+
+
+def on_host(tensor: Tensor) -> bool:
+    return tensor.device.type in HOST_DEVICES
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """A 0-dimensional flag on the first tensor's device. There must be one tensor at least."""
+    # Extremes can't overflow as sums do, and are found faster than an infinity norm.
+    tensors = list(tensors)
+    extremes = [
+        extreme
+        for tensor in tensors
+        if tensor.numel() > 0
+        for extreme in torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    ]
+    if not extremes:  # a rank may have no row of any sharded parameter
+        return torch.ones((), dtype=torch.bool, device=tensors[0].device)
+    first = extremes[0]
+    widest = reduce(torch.promote_types, {extreme.dtype for extreme in extremes})
+    return torch.stack([extreme.to(first.device, widest) for extreme in extremes]).isfinite().all()

@@ -1,0 +1,293 @@
+"""A factor: symmetric positive semi-definite matrices S [groups, d, d], one for each group.
+
+    Dense      [groups, d, d]
+    Diagonal   [groups, d]      all that is kept of a factor that is too wide, or of one-hot inputs
+    Blocked    [groups, 1, n]   the lower triangle, packed by blocks (blocked.py); for wide matrices
+
+The tensor, `values`, is what states hold; `from_state` makes it a factor again. The rest of the
+library speaks of factors and need not know which of the three it has.
+
+    >>> factor = from_state(torch.eye(3).unsqueeze(0), width=3)
+    >>> factor.matmul(torch.ones(1, 3, 2))                            # S v
+    >>> (inverse,), finite = factor.inverse(shift=torch.tensor([0.1]))  # (S + 0.1 I)^-1
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fop.linalg import blocked
+from fop.linalg.blocked import (
+    BlockRow,
+    BlockTriangle,
+    empty_like,
+    finite_diagonal,
+    multiply,
+    symmetric_product,
+)
+
+Shape = tuple[int, ...]
+# What a decomposition found, and flags [groups] on the device that tell whether it is finite.
+Found = tuple[tuple[Tensor, ...], Tensor]
+Kind = TypeVar("Kind", bound="Factor")
+
+
+class Factor(ABC):
+    values: Tensor
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """[groups, d]"""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """[groups, d, d]; the values themselves where they are dense."""
+
+    @abstractmethod
+    def matmul(self, v: Tensor) -> Tensor:
+        """S v, for v [groups, d, k]."""
+
+    @abstractmethod
+    def rmatmul(self, v: Tensor) -> Tensor:
+        """v S, for v [groups, k, d]."""
+
+    @abstractmethod
+    def pack(self, out: Tensor) -> None:
+        """Write each entry once, to a tensor of the form's `message_shape`."""
+
+    def mean_eigenvalue(self) -> Tensor:
+        """tr S / d, [groups]"""
+        return self.diagonal().mean(-1)
+
+    def inverse(self, shift: Tensor) -> Found:
+        """(S + shift I)^-1 for a shift [groups], by Cholesky; dense unless diagonal."""
+        damped = self._shifted(shift)
+        lower = damped.mT  # column by column, as LAPACK works: in place
+        info = torch.empty(lower.shape[:-2], dtype=torch.int32, device=lower.device)
+        torch.linalg.cholesky_ex(lower, out=(lower, info))
+        good = (info == 0) & finite_diagonal(damped)
+        torch.cholesky_inverse(lower, out=lower)  # in place, and symmetric
+        return (damped,), good & finite_diagonal(damped)
+
+    def eigenbasis(self, shift: Tensor) -> Found:
+        """Eigenvalues [groups, d] >= 0 and eigenvectors [groups, d, d], found by S + shift I."""
+        values, vectors = torch.linalg.eigh(self._shifted(shift))
+        values = (values - shift.unsqueeze(-1)).clamp_(min=0.0)
+        return (values, vectors), values.isfinite().all(-1) & vectors.isfinite().flatten(1).all(-1)
+
+    def _shifted(self, shift: Tensor) -> Tensor:
+        """S + shift I, a new dense matrix."""
+        dense = self.dense()
+        new = dense is not self.values
+        damped = dense if new else dense.clone(memory_format=torch.contiguous_format)
+        damped.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+        return damped
+
+    def like(self: Kind, values: Tensor) -> Kind:
+        """A factor of the same form with other values."""
+        return replace(self, values=values)  # type: ignore[type-var]
+
+    def to(
+        self: Kind, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Kind:
+        values = self.values.to(device=device, dtype=dtype)
+        return self if values is self.values else self.like(values)
+
+    def add_(self: Kind, other: Factor) -> Kind:
+        self.values.add_(other.values)
+        return self
+
+    def mul_(self: Kind, scale: Tensor | float) -> Kind:
+        self.values.mul_(scale)
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Factor):
+    values: Tensor  # [groups, d, d]
+
+    def diagonal(self) -> Tensor:
+        return self.values.diagonal(dim1=-2, dim2=-1)
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def matmul(self, v: Tensor) -> Tensor:
+        return multiply(self.values, v, empty_like(v))
+
+    def rmatmul(self, v: Tensor) -> Tensor:
+        return multiply(v, self.values, empty_like(v))
+
+    def pack(self, out: Tensor) -> None:
+        _pack_triangle(self.values, out)
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Factor):
+    values: Tensor  # [groups, d]
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def dense(self) -> Tensor:
+        return torch.diag_embed(self.values)
+
+    def matmul(self, v: Tensor) -> Tensor:
+        return self.values.unsqueeze(-1) * v
+
+    def rmatmul(self, v: Tensor) -> Tensor:
+        return v * self.values.unsqueeze(-2)
+
+    def pack(self, out: Tensor) -> None:
+        out.copy_(self.values)
+
+    def inverse(self, shift: Tensor) -> Found:
+        inverse = (self.values + shift.unsqueeze(-1)).reciprocal()
+        return (inverse,), ((inverse > 0) & inverse.isfinite()).all(-1)
+
+    def eigenbasis(self, shift: Tensor) -> Found:
+        """The eigenvalues alone: there are no other eigenvectors than the axes."""
+        return (self.values.clamp(min=0.0),), self.values.isfinite().all(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocked(BlockTriangle, Factor):
+    """The packed lower triangle of wide matrices."""
+
+    def matmul(self, v: Tensor) -> Tensor:
+        out = empty_like(v)
+        symmetric_product(v.mT, self.rows, out.mT)  # S is symmetric
+        return out
+
+    def rmatmul(self, v: Tensor) -> Tensor:
+        return symmetric_product(v, self.rows, empty_like(v))
+
+    def pack(self, out: Tensor) -> None:
+        for row, before, corner in _message_parts(self, out):
+            before.copy_(row.before)
+            _pack_triangle(row.diagonal_block, corner)
+
+    def cholesky(self, shift: Tensor) -> Found:
+        """The values of the `Cholesky` factor of S + shift I."""
+        damped = self.like(self.values.clone())
+        for row in damped.rows:
+            row.diagonal_block.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+        return (damped.values,), blocked.factorise(damped)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a factor before there are numbers in it."""
+
+    groups: int
+    width: int
+    diagonal: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return not self.diagonal and self.width >= blocked.STORAGE.packed_from
+
+    @property
+    def shape(self) -> Shape:
+        """Of the values."""
+        if self.packed:
+            return blocked.packed_shape(self.groups, self.width, blocked.STORAGE.block)
+        return (self.groups, self.width) if self.diagonal else (self.groups, self.width, self.width)
+
+    @property
+    def message_shape(self) -> Shape:
+        """Of what `Factor.pack` writes."""
+        if self.packed:
+            return self.groups, self.width * (self.width + 1) // 2
+        return (
+            (self.groups, self.width) if self.diagonal else (self.groups, *_rectangle(self.width))
+        )
+
+    def unpack(self, message: Tensor) -> Factor:
+        """The inverse of `Factor.pack`, exactly symmetric and with memory of its own."""
+        if self.diagonal:
+            return Diagonal(message.clone())
+        if not self.packed:
+            return Dense(_unpack_triangle(message, self.width))
+        found = Blocked.empty(message, self.groups, self.width, blocked.STORAGE.block)
+        for row, before, corner in _message_parts(found, message):
+            row.before.copy_(before)
+            row.diagonal_block.copy_(_unpack_triangle(corner, row.end - row.start))
+        return found
+
+
+def from_state(values: Tensor, width: int) -> Factor:
+    """The factor of this width whose values a state holds."""
+    return Blocked(values, width) if _is_packed(values, width) else unpacked(values)
+
+
+def fits(values: Tensor, width: int) -> bool:
+    """Whether what a state holds are the values of a factor of this width."""
+    if _is_packed(values, width):
+        return values.shape[-1] == blocked.packed_shape(1, width, blocked.STORAGE.block)[-1]
+    return values.shape[-1] == width
+
+
+def _is_packed(values: Tensor, width: int) -> bool:
+    return width >= blocked.STORAGE.packed_from and values.dim() == 3
+
+
+def unpacked(values: Tensor) -> Factor:
+    """Matrices [groups, d, d], or the diagonals [groups, d] of diagonal ones."""
+    return Diagonal(values) if values.dim() == 2 else Dense(values)
+
+
+def state_shapes(groups: int, width: int) -> list[Shape]:
+    """What the values of a factor of this width may look like."""
+    return [Form(groups, width, diagonal).shape for diagonal in (False, True)]
+
+
+# ---- messages: one triangle
+#
+# A symmetric [d, d] matrix has d (d + 1) / 2 entries, exactly a rectangle [d + 1, d / 2] (d even)
+# or [d, (d + 1) / 2] (d odd): the left columns' lower part, with the lower right triangle turned
+# over into the free upper corner (LAPACK's rectangular full packed format). No index tensors are
+# needed. Of a blocked matrix, the blocks on the diagonal are packed so.
+
+
+def _rectangle(width: int) -> tuple[int, int]:
+    return width + 1 - width % 2, (width + 1) // 2
+
+
+def _pack_triangle(matrix: Tensor, out: Tensor) -> None:
+    width = matrix.shape[-1]
+    half, shift = (width + 1) // 2, 1 - width % 2
+    if shift:
+        out[:, 0].zero_()
+    out[:, shift:].copy_(matrix[:, :, :half].tril())
+    corner = matrix[:, half:, half:]
+    out[:, : width - half, 1 - shift :].add_(corner.triu())
+
+
+def _unpack_triangle(message: Tensor, width: int) -> Tensor:
+    half, shift = (width + 1) // 2, 1 - width % 2
+    lower = message.new_zeros(len(message), width, width)
+    lower[:, :, :half] = message[:, shift:].tril()
+    lower[:, half:, half:] = message[:, : width - half, 1 - shift :].triu().mT
+    return lower + lower.tril(-1).mT
+
+
+def _message_parts(
+    triangle: BlockTriangle, message: Tensor
+) -> Iterator[tuple[BlockRow, Tensor, Tensor]]:
+    """Of each row of blocks: where those before the diagonal go, and the one on it."""
+    start = 0
+    for row in triangle.rows:
+        height = row.end - row.start
+        parts = []
+        for shape in ((height, row.start), _rectangle(height)):
+            end = start + shape[0] * shape[1]
+            parts.append(message[:, start:end].unflatten(-1, shape))
+            start = end
+        yield row, parts[0], parts[1]
