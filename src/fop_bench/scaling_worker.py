@@ -160,6 +160,7 @@ def probe(request: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[s
         host_ranks=ranks.count,
         overhead=left / len(shape.layers),
         overlaps=device.type == "cuda",  # on a CPU messages and products share the core
+        solves=device.type == "cpu",
     )
     return asdict(hardware)
 
