@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fop
-from benchmarks.operations import count_multiply_adds
 from fop.costs import FOP_PASSES, KFAC_PASSES, Work, owner_cost, refresh_cost, triangle
+from fop_bench.steps.operations import count_multiply_adds
 
 BATCH = 64
 

@@ -1,6 +1,6 @@
 """The processes that `scaling` times: one rank each, started by torchrun or alone.
 
-``python -m fop_bench.scaling_worker REQUEST`` prints one line of JSON behind `MARKER`. Inputs are
+Inputs are
 made up and lie in memory, so that a step is forward, backward and optimizer, and nothing else.
 """
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from fop_bench.costs import BYTES, Hardware, shape_of
 from fop_bench.methods import get_method
 from fop_bench.parallel import Ranks, process_group
-from fop_bench.scaling import MARKER, REFERENCE
+from fop_bench.processes import answer
+from fop_bench.scaling import REFERENCE
 from fop_bench.workloads import WORKLOADS, Workload
 
 RATE = 1e-4  # of learning: a step costs the same at any, and random labels diverge at none
@@ -39,7 +40,7 @@ def main(request: dict[str, Any]) -> None:
         work = {"steps": time_steps, "probe": probe}[request["kind"]]
         found = work(request, ranks, own_device)
         if ranks.first:
-            print(MARKER + json.dumps(found), flush=True)
+            answer(found)
 
 
 def time_steps(request: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[str, Any]:

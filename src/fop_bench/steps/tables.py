@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.methods import METHODS, OURS, STAGGERED
-from benchmarks.profile import ORDER
-from benchmarks.stats import Figures, counted, figures
-from benchmarks.store import by_interval, cell_key
-from benchmarks.workloads import SWEEPS, TABLE
+from fop_bench.steps.methods import METHODS, OURS, STAGGERED
+from fop_bench.steps.profile import ORDER
+from fop_bench.steps.stats import Figures, counted, figures
+from fop_bench.steps.store import by_interval, cell_key
+from fop_bench.steps.workloads import SWEEPS, TABLE
 
 Record = Mapping[str, Any]
 NOTHING = "–"

@@ -1,9 +1,9 @@
 """One cell, measured in this process: a method on a workload at an interval of renewals.
 
-    python -m benchmarks.measure '{"workload": "mlp-w1024-b512", "method": "kfac", "interval": 10,
-                                   "budget": 4}'
+    python -m fop_bench.steps.measure \\
+        '{"workload": "mlp-w1024-b512", "method": "kfac", "interval": 10, "budget": 4}'
 
-prints one line of JSON. Times are CPU times of whole steps (zero_grad, forward, backward, step).
+prints a line of JSON. Times are CPU times of whole steps (zero_grad, forward, backward, step).
 SGD on the same network is timed in turn with the method, in the same process.
 """
 
@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import process
-from benchmarks.methods import METHODS, OURS, OWN, Method, Stepper, tensor_bytes
-from benchmarks.operations import count_multiply_adds
-from benchmarks.stats import FIRST_OF_WHOLE_INTERVALS
-from benchmarks.workloads import WORKLOADS, Workload
+from fop_bench.processes import answer, peak_resident, pin, start_counting_peak
+from fop_bench.steps.methods import METHODS, OURS, OWN, Method, Stepper, tensor_bytes
+from fop_bench.steps.operations import count_multiply_adds
+from fop_bench.steps.stats import FIRST_OF_WHOLE_INTERVALS
+from fop_bench.steps.workloads import WORKLOADS, Workload
 
-MARKER = "measured: "
 COUNTED = ("sgd", *OURS)  # methods whose multiply-adds are counted
 FEWEST_STEPS = 3  # of each kind, unless a single one is longer than the budget
 MOST_STEPS = 25
@@ -52,14 +51,14 @@ class Cell:
 
     def run(self) -> dict[str, Any]:
         load_lazy_code(self.method, self.interval)
-        before = process.start_counting_peak()
+        before = start_counting_peak()
         self.stepper = self.method.build(self.workload.model(), self.interval)
         # Two steps show the whole memory: the second has state beside everything it computes. They
         # warm up, too; one is enough if a step takes long.
         first = self._step(count=True)
         slow = first > self.budget
         self._step(timed=slow)
-        peak = process.peak_resident() - before
+        peak = peak_resident() - before
         sgd = METHODS["sgd"].build(self.workload.model(), 1)
         for _ in range(2):
             sgd.step(self.inputs, self.labels)
@@ -146,7 +145,7 @@ def load_lazy_code(method: Method, interval: int) -> None:
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    process.pin()
+    pin()
     warnings.simplefilter("ignore")  # peers' deprecations are not what this is about
     workload, method = WORKLOADS[request["workload"]], METHODS[request["method"]]
     try:
@@ -155,7 +154,7 @@ def main() -> None:
         if method.name in OWN:
             raise
         result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    print(MARKER + json.dumps(result))
+    answer(result)
 
 
 if __name__ == "__main__":
