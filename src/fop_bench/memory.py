@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 import torch
-from torch import nn
 
 from fop_bench import published
 from fop_bench.errors import BenchError, RecordError
-from fop_bench.methods import Method, get_method
+from fop_bench.methods import get_method
 from fop_bench.processes import ProcessError, answer, ask, peak_resident, start_counting_peak
 from fop_bench.records import machine, strict_json, versions, write_text
 from fop_bench.render import PUBLISHED, Cell, Table
 from fop_bench.schema import Count, Limit, MisfitError, Name, OrInfinite, fit, read_json
+from fop_bench.stepper import Stepper, load_lazy_code
 from fop_bench.style import look, order
 
 FILE = "memory.json"
@@ -124,19 +124,18 @@ def _steps(request: dict[str, Any]) -> float | None:
     data_dir = None if request["data_dir"] is None else Path(request["data_dir"])
     splits = workload.splits(data_dir, device=device, validation=False, subset=None)
     method = get_method(request["method"])
-    _load_lazy_code(method, device)
+    load_lazy_code(lambda model: Stepper(model, method.build(model, lr=1e-6)), device)
 
     def train() -> None:
         model = workload.model(0).to(device)
         model.train()
         overrides = workload.optimizer_overrides if method.takes_model else {}
         optimizer = method.build(model, **{"lr": method.defaults["lr"], **overrides})
+        stepper = Stepper(model, optimizer, loss=workload.loss)
         taken = epoch = 0
         while taken < STEPS:
             for inputs, targets in splits.train(request["batch_size"], epoch, 0):
-                optimizer.zero_grad()
-                torch.autograd.backward(workload.loss(model(inputs), targets))
-                optimizer.step()
+                stepper.step(inputs, targets)
                 taken += 1
                 if taken == STEPS:
                     break
@@ -146,16 +145,6 @@ def _steps(request: dict[str, Any]) -> float | None:
         return peak_of(train, device)
     except torch.cuda.OutOfMemoryError:
         return None
-
-
-def _load_lazy_code(method: Method, device: torch.device) -> None:
-    """Two steps on next to nothing: torch and optimizers load much code only when it is used."""
-    model = nn.Linear(2, 2).to(device)
-    optimizer = method.build(model, lr=1e-6)
-    for _ in range(2):
-        optimizer.zero_grad()
-        torch.autograd.backward(model(torch.ones(4, 2, device=device)).square().mean())
-        optimizer.step()
 
 
 def memory_table(measurements: Sequence[Measurement], workload: str) -> Table:

@@ -24,6 +24,7 @@ from fop_bench.methods import get_method
 from fop_bench.parallel import Ranks, process_group
 from fop_bench.processes import answer
 from fop_bench.scaling import REFERENCE
+from fop_bench.stepper import Stepper
 from fop_bench.workloads import WORKLOADS, Workload
 
 RATE = 1e-4  # of learning: a step costs the same at any, and random labels diverge at none
@@ -85,14 +86,10 @@ def _training(
     examples = request["batch_size"]
     inputs, targets = (ranks.share.of(part) for part in _batch(workload, examples, device))
     weight = len(inputs) * ranks.count / examples
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = workload.loss(model(inputs), targets) * weight
-        loss.backward()
-        optimizer.step()
-
-    return step, optimizer
+    stepper = Stepper(
+        model, optimizer, loss=lambda output, target: workload.loss(output, target) * weight
+    )
+    return lambda: stepper.step(inputs, targets), optimizer
 
 
 def _block(

@@ -20,8 +20,11 @@ from fop_bench.steps.measure import Cell
 from fop_bench.steps.methods import METHODS, OURS, tensor_bytes
 from fop_bench.steps.operations import count_multiply_adds
 from fop_bench.steps.stats import counted, figures, whole_interval
-from fop_bench.steps.workloads import LARGE_BATCH, TABLE, WORKLOADS, Workload
+from fop_bench.steps.workloads import LARGE_BATCH, TABLE, WORKLOADS, TimedWorkload
 
+TINY = TimedWorkload(
+    name="tiny", label="tiny", build=lambda: mlp(6, 4, 10), input_shape=(6,), batch=8
+)
 ROOT = Path(__file__).parents[2]
 MLP = "mlp-w1024-b512"
 
@@ -322,12 +325,11 @@ class TestOperations:
             assert count_multiply_adds(work) == int(count), name
 
     def test_of_a_fop_step_hold_two_more_two_sided_products_than_kfac(self) -> None:
-        tiny = Workload("tiny", "tiny", lambda: mlp(6, 4, 10), (6,), 8)
         found = {}
         for name in OURS:
-            stepper = METHODS[name].build(tiny.model(), 10)
+            stepper = METHODS[name].build(TINY.model(), 10)
             for _ in range(3):
-                count = count_multiply_adds(lambda: stepper.step(*tiny.data()))  # noqa: B023
+                count = count_multiply_adds(lambda: stepper.step(*TINY.data()))  # noqa: B023
             found[name] = count
         products = sum(o * o * i + o * i * i for o, i in ((4, 7), (10, 5)))
         assert found["fop"] - found["kfac"] == 2 * products
@@ -354,8 +356,7 @@ class TestProfile:
 class TestCell:
     @pytest.mark.parametrize("name", OURS)
     def test_has_steps_of_both_kinds_and_its_own_reference(self, name: str) -> None:
-        tiny = Workload("tiny", "tiny", lambda: mlp(6, 4, 10), (6,), 8)
-        found = Cell(tiny, METHODS[name], 10, budget=math.inf).run()
+        found = Cell(TINY, METHODS[name], 10, budget=math.inf).run()
         numbers = [number for number, _, _ in found["steps"]]
         assert numbers == list(range(4, 4 + len(numbers)))  # the first three warm up
         assert [number for number, renews, _ in found["steps"] if renews] == [4, 11, 21]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fop
-from fop_bench.steps.workloads import WORKLOADS, Workload
+from fop_bench.steps.workloads import WORKLOADS, TimedWorkload
 
 
 def deep_cnn() -> nn.Module:
@@ -30,7 +30,9 @@ def deep_cnn() -> nn.Module:
 NETWORKS = (
     WORKLOADS["mlp-w1024-b512"],
     WORKLOADS["cnn-b128"],
-    Workload("deep-cnn-b64", "CNN with batch norm, batch 64", deep_cnn, (3, 32, 32), 64),
+    TimedWorkload(
+        name="deep-cnn-b64", label="CNN with batch norm, batch 64", build=deep_cnn, batch=64
+    ),
 )
 
 
@@ -40,7 +42,7 @@ def cpu_time(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return time.process_time() - start
 
 
-def compare(workload: Workload, repeats: int) -> str:
+def compare(workload: TimedWorkload, repeats: int) -> str:
     """One line: time of a plain model, and the ratio."""
     model = workload.model()
     x, y = workload.data()

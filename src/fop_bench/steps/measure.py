@@ -16,14 +16,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-
 from fop_bench.processes import answer, peak_resident, pin, start_counting_peak
-from fop_bench.steps.methods import METHODS, OURS, OWN, Method, Stepper, tensor_bytes
+from fop_bench.stepper import Stepper, load_lazy_code
+from fop_bench.steps.methods import METHODS, OURS, OWN, TimedMethod, tensor_bytes
 from fop_bench.steps.operations import count_multiply_adds
 from fop_bench.steps.stats import FIRST_OF_WHOLE_INTERVALS
-from fop_bench.steps.workloads import WORKLOADS, Workload
+from fop_bench.steps.workloads import WORKLOADS, TimedWorkload
 
 COUNTED = ("sgd", *OURS)  # methods whose multiply-adds are counted
 FEWEST_STEPS = 3  # of each kind, unless a single one is longer than the budget
@@ -40,7 +38,9 @@ def cpu_time(work: Callable[[], None]) -> float:
 class Cell:
     """One measurement in progress."""
 
-    def __init__(self, workload: Workload, method: Method, interval: int, budget: float) -> None:
+    def __init__(
+        self, workload: TimedWorkload, method: TimedMethod, interval: int, budget: float
+    ) -> None:
         self.workload, self.method, self.interval, self.budget = workload, method, interval, budget
         self.inputs, self.labels = workload.data()
         self.steps: list[tuple[int, bool, float]] = []  # number, renews curvature, seconds
@@ -50,7 +50,7 @@ class Cell:
         self.spent = 0.0
 
     def run(self) -> dict[str, Any]:
-        load_lazy_code(self.method, self.interval)
+        load_lazy_code(lambda model: self.method.build(model, self.interval))
         before = start_counting_peak()
         self.stepper = self.method.build(self.workload.model(), self.interval)
         # Two steps show the whole memory: the second has state beside everything it computes. They
@@ -133,14 +133,6 @@ class Cell:
     def _state_bytes(self) -> int:
         model = self.stepper.model
         return tensor_bytes(self.stepper.state(), [*model.parameters(), *model.buffers()])
-
-
-def load_lazy_code(method: Method, interval: int) -> None:
-    """Three steps on next to nothing: much code is loaded only when it is used."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 10))
-    stepper = method.build(model, interval)
-    for _ in range(3):
-        stepper.step(torch.randn(4, 1, 4, 4), torch.randint(10, (4,)))
 
 
 def main() -> None:

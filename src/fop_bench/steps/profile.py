@@ -20,7 +20,7 @@ from typing import Any
 from torch.nn.functional import cross_entropy
 
 from fop_bench.processes import answer, pin
-from fop_bench.steps.measure import load_lazy_code
+from fop_bench.stepper import load_lazy_code
 from fop_bench.steps.methods import METHODS
 from fop_bench.steps.workloads import WORKLOADS
 
@@ -95,7 +95,7 @@ def profile(workload_name: str, method_name: str) -> dict[str, dict[str, float]]
     workload, method = WORKLOADS[workload_name], METHODS[method_name]
     clock = PhaseClock()
     watch(clock)
-    load_lazy_code(method, 10)
+    load_lazy_code(lambda model: method.build(model, 10))
     inputs, labels = workload.data()
     stepper = method.build(workload.model(), 10)
     (optimizer,) = stepper.optimizers
