@@ -54,10 +54,10 @@ $(PEERS_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 bench: $(PEERS_STAMP) ## cost of a step against peers, for docs/performance.md, in 50 minutes (BENCH_ARGS=--quick: 3)
-	$(PEERS_VENV)/bin/python -m benchmarks.run $(BENCH_ARGS)
+	$(PEERS_VENV)/bin/fop-bench steps run $(BENCH_ARGS)
 
 bench-guard: $(PEERS_STAMP) ## fail if a step costs much more, against SGD, than recorded (2 minutes)
-	$(PEERS_VENV)/bin/python -m benchmarks.guard
+	$(PEERS_VENV)/bin/fop-bench steps guard
 
 lint: $(STAMP) ## ruff: lint and format check
 	$(BIN)/ruff check .
@@ -75,7 +75,7 @@ build: $(STAMP) ## build the sdist and the wheel into dist/
 
 clean: ## remove caches and builds (keeps .venv and runs/)
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv and .venv-peers
 	rm -rf $(VENV) $(PEERS_VENV)

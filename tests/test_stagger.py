@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fop
+from fop.costs import Work, refresh_cost
 from fop.settings import EARLY_REFRESH_STEPS
-from fop.stagger import phases, refresh_cost
+from fop.stagger import phases
 from tests.common import Batch, mlp, points, same, snapshot, train
 
 STEPS = 26
@@ -138,7 +139,7 @@ def resnet18_costs() -> list[float]:
     for width in (128, 256, 512):
         convolutions += [(width, 9 * width // 2), (width, width // 2)] + 3 * [(width, 9 * width)]
     shapes = [*convolutions, (10, 513)]
-    return [refresh_cost([(rows, False), (columns, False)], 1) for rows, columns in shapes]
+    return [refresh_cost(Work(rows, columns)) for rows, columns in shapes]
 
 
 def work_by_step(costs: list[float], interval: int) -> list[float]:
@@ -162,9 +163,9 @@ def test_few_layers_are_spread_evenly_over_a_long_interval() -> None:
 
 
 def test_a_diagonal_factor_costs_next_to_nothing() -> None:
-    whole, kept = refresh_cost([(50000, False)], 1), refresh_cost([(50000, True)], 1)
-    assert kept < 1e-4 * whole
-    assert refresh_cost([(8, False)], 3) == 3 * refresh_cost([(8, False)], 1)
+    dense, kept = Work(8, 50000), Work(8, 50000, diagonal_columns=True)
+    assert refresh_cost(kept) < 1e-4 * refresh_cost(dense)
+    assert refresh_cost(Work(8, 5, groups=3)) == 3 * refresh_cost(Work(8, 5))
 
 
 def test_stagger_is_a_flag() -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fop.capture import LayerCapture
+from fop.costs import Work, refresh_cost
 from fop.curvature import Curvature
 from fop.curvature.base import CurvatureState, PrefixedState
 from fop.layers import Layer
 from fop.moments import factor_dtype
 from fop.scaling import LossScale, Number, half_difference
 from fop.settings import Settings
-from fop.stagger import refresh_cost
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -67,8 +67,8 @@ class Block:
     def refresh_cost(self, settings: Settings) -> float:
         rows, columns = self.shape
         widest = settings.max_factor_size
-        factors = [(rows, rows > widest), (columns, self.layer.indexed or columns > widest)]
-        return refresh_cost(factors, self.layer.groups)
+        diagonal_columns = self.layer.indexed or columns > widest
+        return refresh_cost(Work(rows, columns, self.layer.groups, rows > widest, diagonal_columns))
 
     @property
     def weight(self) -> nn.Parameter:

@@ -1,13 +1,14 @@
 """What a step costs on R ranks: operations and bytes from layers' shapes, seconds from constants.
 
 A MODEL, to see how far a design scales on machines that are not at hand. Nothing that comes out of
-here was measured, and whoever shows it says so. For N examples on R ranks, layers with factors
+here was measured, and whoever shows it says so. What curvature takes is counted by the library's
+own model, `fop.costs`, in multiply-adds of two operations each. For N examples on R ranks, factors
 [i, i] and [o, o] (bias included) at s positions, curvature every T steps, P parameters:
 
     forward and backward   6 n sum s i o           n = ceil(N / R) examples on the busiest rank
-    factor products        2 n sum s (i^2 + o^2) / T
-    decompositions         sum (i^3 + o^3) / T     layers of the busiest owner: Cholesky and inverse
-    preconditioning        k 2 i o (i + o)         the same; k = 3 two-sided products, KFAC 1
+    factor products        second moments / T      of n s rows, the lower triangles alone
+    decompositions         decompositions / T      layers of the busiest owner
+    preconditioning        products                the same; FOP three with each factor, KFAC one
     gradients              all-reduce of P         as in DistributedDataParallel; overlaps backward
     curvature sums         reduce of triangles / T to their owners; overlaps backward
     differences            reduce of P             g1 - g2 to the owners, FOP alone; overlaps too
@@ -21,22 +22,31 @@ waiting for slower ranks, the elementwise part of optimizers, the memory of a de
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from fop.costs import FOP_PASSES, KFAC_PASSES, Passes, Work, owner_cost
+from fop.distributed.placement import place
 from fop_bench.schema import Count, Name, NonNegative, OrInfinite
 
 BYTES = 4  # of a number: gradients, factors and updates travel in float32
 DIAGONAL_ABOVE = 8192  # fop's default max_factor_size: a larger factor is kept as its diagonal
 BACKWARD = 2 / 3  # of forward and backward
 
-# Two-sided products with the curvature a step needs; methods without curvature are not listed.
-PRODUCTS = {"kfac": 1, "kfac-2x": 1, "sp-ngd": 1, "fop": 3, "fop-sum": 3}
-WITH_DIFFERENCE = ("fop", "fop-sum")
+OPERATIONS = 2  # in a multiply-add
+
+# What a step does with each factor; methods without curvature are not listed.
+PASSES = {
+    "kfac": KFAC_PASSES,
+    "kfac-2x": KFAC_PASSES,
+    "sp-ngd": KFAC_PASSES,
+    "fop": FOP_PASSES,
+    "fop-sum": FOP_PASSES,
+}
+WITH_DIFFERENCE = tuple(name for name, passes in PASSES.items() if passes == FOP_PASSES)
 
 
 @dataclass(frozen=True)
@@ -54,27 +64,19 @@ class LayerShape:
         return self.groups * self.inputs * self.outputs
 
     @property
-    def full_factors(self) -> tuple[int, ...]:
-        return tuple(n for n in (self.inputs, self.outputs) if n <= DIAGONAL_ABOVE)
-
-    def decomposition(self) -> float:
-        return self.groups * sum(float(n) ** 3 for n in self.full_factors)
-
-    def precondition(self) -> float:
-        """One two-sided product."""
-        return 2.0 * self.matrix * sum(self.full_factors)
-
-    def factor_products(self) -> float:
-        """For one example."""
-        return 2.0 * self.positions * self.groups * sum(float(n) ** 2 for n in self.full_factors)
+    def work(self) -> Work:
+        return Work(
+            self.outputs,
+            self.inputs,
+            self.groups,
+            diagonal_rows=self.outputs > DIAGONAL_ABOVE,
+            diagonal_columns=self.inputs > DIAGONAL_ABOVE,
+        )
 
     def triangles(self) -> int:
         """Numbers in the curvature sums."""
-        return self.groups * sum(n * (n + 1) // 2 for n in self.full_factors)
-
-    def curvature(self) -> int:
-        """Numbers in the factors and their inverses, at most: of wide ones half may be kept."""
-        return 2 * self.groups * sum(n * n for n in self.full_factors)
+        widths = [n for n in (self.inputs, self.outputs) if n <= DIAGONAL_ABOVE]
+        return self.groups * sum(n * (n + 1) // 2 for n in widths)
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,11 @@ class Hardware:
     host_ranks: int  # ranks on a host
     overhead: float  # seconds for each layer, however few examples
     overlaps: bool  # messages travel while the rank computes
+    solves: bool = False  # with Cholesky factors of wide factors where that pays, as fop on a CPU
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, (int, float)) and not value > 0 and name != "overlaps":
+            if type(value) in (int, float) and not value > 0:
                 raise ValueError(f"hardware {self.name!r}: {name} must be > 0, got {value!r}")
 
     def ring(self, size: float, ranks: int) -> float:
@@ -147,24 +150,25 @@ def predict(
         "overhead": len(shape.layers) * hardware.overhead,
         "gradients": max(0.0, gradients - behind_backward),
     }
-    if method in PRODUCTS:
-        products = PRODUCTS[method]
-        mine = busiest(shape.layers, ranks, interval, products)
+    if method in PASSES:
+        passes = PASSES[method]
+        mine = busiest(shape.layers, ranks, interval, passes)
+        works = [
+            replace(layer.work, solves_over=interval if hardware.solves else None) for layer in mine
+        ]
         matrices = BYTES * sum(layer.matrix for layer in shape.layers)
         triangles = BYTES * sum(layer.triangles() for layer in shape.layers)
-        factors = examples * sum(layer.factor_products() for layer in shape.layers)
         differences = hardware.ring(matrices, ranks) if method in WITH_DIFFERENCE else 0.0
         every_step = max(0.0, gradients + differences - behind_backward)
         sums = hardware.ring(triangles, ranks)
         with_sums = max(0.0, gradients + differences + sums - behind_backward)
+        moments = sum(layer.work.second_moments(layer.positions) for layer in shape.layers)
+        decompositions = sum(work.decompositions() for work in works)
+        products = sum(work.products(passes) for work in works)
         parts |= {
-            "factor products": factors / hardware.product_rate / interval,
-            "decompositions": sum(layer.decomposition() for layer in mine)
-            / hardware.decompose_rate
-            / interval,
-            "preconditioning": products
-            * sum(layer.precondition() for layer in mine)
-            / hardware.product_rate,
+            "factor products": OPERATIONS * examples * moments / hardware.product_rate / interval,
+            "decompositions": OPERATIONS * decompositions / hardware.decompose_rate / interval,
+            "preconditioning": OPERATIONS * products / hardware.product_rate,
             "curvature sums": (with_sums - every_step) / interval,
             "updates": hardware.ring(matrices, ranks),
         }
@@ -175,27 +179,23 @@ def predict(
 
 
 def busiest(
-    layers: Sequence[LayerShape], ranks: int, interval: int, products: int
+    layers: Sequence[LayerShape], ranks: int, interval: int, passes: Passes
 ) -> list[LayerShape]:
-    """The layers of the owner with most to do, when the costliest layer always goes to the owner
-    with the least so far.
-    """
-
-    def cost(layer: LayerShape) -> float:
-        return layer.decomposition() / interval + products * layer.precondition()
-
-    owners: list[tuple[float, int, list[LayerShape]]] = [(0.0, r, []) for r in range(ranks)]
-    for layer in sorted(layers, key=cost, reverse=True):
-        load, rank, owned = heapq.heappop(owners)
-        heapq.heappush(owners, (load + cost(layer), rank, [*owned, layer]))
-    return max(owners, key=lambda owner: owner[0])[2]
+    """The layers of the owner with most to do, as the library assigns them."""
+    costs = [owner_cost(layer.work, interval, passes) for layer in layers]
+    owned: dict[int, list[LayerShape]] = {}
+    loads: dict[int, float] = {}
+    for layer, owner, cost in zip(layers, place(costs, ranks), costs, strict=True):
+        owned.setdefault(owner, []).append(layer)
+        loads[owner] = loads.get(owner, 0.0) + cost
+    return owned[max(loads, key=lambda owner: loads[owner])] if loads else []
 
 
 def bytes_sent(method: str, shape: ModelShape, ranks: int, interval: int) -> dict[str, float]:
     """Bytes that a rank sends a step, by what they are for; a mean over ranks and the interval."""
     ring = BYTES * (ranks - 1) / ranks
     sent = {"gradients": 2 * ring * shape.parameters}
-    if method in PRODUCTS:
+    if method in PASSES:
         matrices = ring * sum(layer.matrix for layer in shape.layers)
         triangles = sum(layer.triangles() for layer in shape.layers)
         sent |= {"curvature sums": ring * triangles / interval, "updates": matrices}

@@ -11,29 +11,27 @@ from __future__ import annotations
 import gc
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 import torch
-from torch import nn
 
 from fop_bench import published
 from fop_bench.errors import BenchError, RecordError
-from fop_bench.methods import Method, get_method
+from fop_bench.methods import get_method
+from fop_bench.processes import ProcessError, answer, ask, peak_resident, start_counting_peak
 from fop_bench.records import machine, strict_json, versions, write_text
 from fop_bench.render import PUBLISHED, Cell, Table
 from fop_bench.schema import Count, Limit, MisfitError, Name, OrInfinite, fit, read_json
+from fop_bench.stepper import Stepper, load_lazy_code
 from fop_bench.style import look, order
 
 FILE = "memory.json"
 SCHEMA = 1
 GIGA = 1e9
-MARKER = "fop-bench memory: "
 STEPS = 3  # curvature is refreshed on steps 1 and 2, and momentum exists from the first step on
 
 
@@ -92,19 +90,13 @@ def measure(
         "device": device,
         "data_dir": None if data_dir is None else str(data_dir),
     }
-    command = [sys.executable, "-m", "fop_bench.memory", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith(MARKER):
-            peak = json.loads(line[len(MARKER) :])
-            break
-    else:
-        # The kernel ends a process that asks for too much memory with signal 9, without a word.
-        if done.returncode != -9:
+    try:
+        peak = ask("fop_bench.memory", request)
+    except ProcessError as error:
+        if not error.out_of_memory:
             raise MemoryMeasurementError(
-                f"{method} at batch size {batch_size} on {workload}: the process ended with "
-                f"code {done.returncode}: {done.stderr.strip()[-2000:] or 'it said nothing'}"
-            )
+                f"{method} at batch size {batch_size} on {workload}: {error}"
+            ) from error
         peak = None
     kind = torch.device(device).type
     return Measurement(workload, method, batch_size, kind, math.inf if peak is None else peak)
@@ -112,33 +104,14 @@ def measure(
 
 def peak_of(work: Callable[[], None], device: torch.device) -> float:
     """Bytes by which ``work`` raised the memory peak; on CUDA the peak itself."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return float(torch.cuda.max_memory_allocated(device))
-    _forget_peak()
-    before = _peak_resident()
+    before = start_counting_peak()
     work()
-    return float(max(_peak_resident() - before, 0))
-
-
-def _forget_peak() -> None:
-    """Let Linux count the peak from here on; elsewhere the peak so far stays a lower bound."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak_resident() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return float(max(peak_resident() - before, 0))
 
 
 def _steps(request: dict[str, Any]) -> float | None:
@@ -151,19 +124,18 @@ def _steps(request: dict[str, Any]) -> float | None:
     data_dir = None if request["data_dir"] is None else Path(request["data_dir"])
     splits = workload.splits(data_dir, device=device, validation=False, subset=None)
     method = get_method(request["method"])
-    _load_lazy_code(method, device)
+    load_lazy_code(lambda model: Stepper(model, method.build(model, lr=1e-6)), device)
 
     def train() -> None:
         model = workload.model(0).to(device)
         model.train()
         overrides = workload.optimizer_overrides if method.takes_model else {}
         optimizer = method.build(model, **{"lr": method.defaults["lr"], **overrides})
+        stepper = Stepper(model, optimizer, loss=workload.loss)
         taken = epoch = 0
         while taken < STEPS:
             for inputs, targets in splits.train(request["batch_size"], epoch, 0):
-                optimizer.zero_grad()
-                torch.autograd.backward(workload.loss(model(inputs), targets))
-                optimizer.step()
+                stepper.step(inputs, targets)
                 taken += 1
                 if taken == STEPS:
                     break
@@ -173,16 +145,6 @@ def _steps(request: dict[str, Any]) -> float | None:
         return peak_of(train, device)
     except torch.cuda.OutOfMemoryError:
         return None
-
-
-def _load_lazy_code(method: Method, device: torch.device) -> None:
-    """Two steps on next to nothing: torch and optimizers load much code only when it is used."""
-    model = nn.Linear(2, 2).to(device)
-    optimizer = method.build(model, lr=1e-6)
-    for _ in range(2):
-        optimizer.zero_grad()
-        torch.autograd.backward(model(torch.ones(4, 2, device=device)).square().mean())
-        optimizer.step()
 
 
 def memory_table(measurements: Sequence[Measurement], workload: str) -> Table:
@@ -249,4 +211,4 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(MARKER + json.dumps(_steps(json.loads(sys.argv[1]))))
+    answer(_steps(json.loads(sys.argv[1])))

@@ -87,12 +87,15 @@ class Method:
         """The optimizer over the trainable parameters; options not given take the defaults."""
         resolved = {**self.pinned, **self.defaults, **options, "lr": lr}
         self.check(resolved, "build")
-        resolved = self.adjust(resolved)
+        return self.with_own_defaults(model, **self.adjust(resolved))
+
+    def with_own_defaults(self, model: nn.Module, **options: Any) -> Optimizer:
+        """The optimizer as its own package has it, but for these options."""
         target: Any = model
         if not self.takes_model:
             target = [p for p in model.parameters() if p.requires_grad]
         try:
-            return self.constructor()(target, **resolved)
+            return self.constructor()(target, **options)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise MethodError(f"method {self.name!r}: {error}") from error
 
@@ -120,16 +123,17 @@ def _middle_out(values: tuple[Any, ...]) -> list[Any]:
     return sorted(values, key=lambda value: abs(values.index(value) - middle))
 
 
-def _from(module: str, name: str) -> Callable[[], type[Optimizer]]:
-    def load() -> type[Optimizer]:
+def from_package(module: str, name: str, extra: str = "bench") -> Callable[[], Any]:
+    """What loads an optimizer's class, or names the extra of fop that brings its package."""
+
+    def load() -> Any:
         try:
-            found: type[Optimizer] = getattr(importlib.import_module(module), name)
+            return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
             raise MethodError(
                 f"{name} comes from the package {error.name!r}, which is not installed: "
-                'install the benchmark extra, pip install "fop[bench]"'
+                f'pip install "fop[{extra}]"'
             ) from error
-        return found
 
     return load
 
@@ -165,7 +169,7 @@ PINNED = {"fallback": "sgd", "kl_clip": 1e-3}
 # Momentum and damping interact through the KL clip, so both are searched, for KFAC and FOP alike.
 SECOND_ORDER_GRID = {"lr": SGD_RATES, "momentum": (0.9, 0.7), "damping": (1e-3, 1e-4)}
 
-_FOP, _KFAC = _from("fop", "FOP"), _from("fop", "KFAC")
+_FOP, _KFAC = from_package("fop", "FOP"), from_package("fop", "KFAC")
 
 
 def _register(*methods: Method) -> dict[str, Method]:
@@ -192,21 +196,21 @@ METHODS: dict[str, Method] = _register(
         "LAMB (pytorch-optimizer)",
         {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.0},
         {"lr": LAMB_RATES, "weight_decay": (0.0, 1e-2), "betas": ((0.9, 0.999), (0.9, 0.99))},
-        _from("pytorch_optimizer", "Lamb"),
+        from_package("pytorch_optimizer", "Lamb"),
     ),
     Method(
         "shampoo",
         "Shampoo as first published, no grafting (pytorch-optimizer)",
         {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "preconditioning_compute_steps": 1},
         {"lr": SGD_RATES, "matrix_eps": (1e-6, 1e-4), "momentum": (0.0, 0.5)},
-        _from("pytorch_optimizer", "Shampoo"),
+        from_package("pytorch_optimizer", "Shampoo"),
     ),
     Method(
         "soap",
         "SOAP: Adam in Shampoo's eigenbasis (pytorch-optimizer)",
         {"lr": 3e-3, "betas": (0.95, 0.95), "weight_decay": 1e-2, "precondition_frequency": 10},
         {"lr": ADAMW_RATES, "weight_decay": (1e-2, 1e-4), "betas": ((0.95, 0.95), (0.9, 0.99))},
-        _from("pytorch_optimizer", "SOAP"),
+        from_package("pytorch_optimizer", "SOAP"),
     ),
     Method(
         "kfac",

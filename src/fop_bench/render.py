@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
@@ -70,9 +71,14 @@ def to_markdown(table: Table) -> str:
         [_markdown_cell(cell, number in table.marked) for cell in line]
         for number, line in enumerate(table.lines)
     ]
-    body = "\n".join(f"| {' | '.join(line)} |" for line in [head, aligned, *lines])
+    body = markdown_rows([head, aligned, *lines])
     notes = "".join(f"\n\n{markdown_text(note)}" for note in table.notes)
     return f"**{markdown_text(table.title)}**\n\n{body}{notes}\n"
+
+
+def markdown_rows(rows: Iterable[Sequence[str]]) -> str:
+    """Lines of a Markdown table, of text that is Markdown already."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _markdown_cell(cell: Cell, marked: bool) -> str:

@@ -9,10 +9,7 @@ disturbs the machine disturbs all. Predictions come from `costs` and are shown a
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 
 from fop_bench.costs import Hardware, Prediction, predict, shape_of
 from fop_bench.errors import BenchError, RecordError
+from fop_bench.processes import ONE_THREAD, ProcessError, ask
 from fop_bench.records import machine, strict_json, versions, write_text
 from fop_bench.schema import (
     Count,
@@ -36,7 +34,6 @@ from fop_bench.workloads import WORKLOADS
 
 FILE = "scaling.json"
 SCHEMA = 1
-MARKER = "fop-bench scaling: "
 REFERENCE = "sgd"  # plain DistributedDataParallel
 
 
@@ -186,21 +183,17 @@ def probe(workload: str, batch_size: int, ranks: int, *, device: str = "cpu") ->
 
 
 def _ask(request: dict[str, Any], ranks: int) -> dict[str, Any]:
-    launch = ["-m"]
-    if ranks > 1:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command = [sys.executable, *launch, "fop_bench.scaling_worker", json.dumps(request)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    for line in done.stdout.splitlines():
-        if line.startswith(MARKER):
-            answer: dict[str, Any] = json.loads(line.removeprefix(MARKER))
-            return answer
-    what = f"{request.get('method', request['kind'])} of {request['workload']} on {ranks} ranks"
-    raise ScalingMeasurementError(
-        f"timing {what} at batch size {request['batch_size']} failed with exit code "
-        f"{done.returncode}:\n{done.stderr[-2000:]}"
-    )
+    try:
+        found: dict[str, Any] = ask(
+            "fop_bench.scaling_worker", request, ranks=ranks, environment=ONE_THREAD
+        )
+        return found
+    except ProcessError as error:
+        what = f"{request.get('method', request['kind'])} of {request['workload']} on {ranks} ranks"
+        raise ScalingMeasurementError(
+            f"timing {what} at batch size {request['batch_size']} failed with exit code "
+            f"{error.code}:\n{error.said}"
+        ) from error
 
 
 def predict_all(

@@ -1,6 +1,6 @@
 """The processes that `scaling` times: one rank each, started by torchrun or alone.
 
-``python -m fop_bench.scaling_worker REQUEST`` prints one line of JSON behind `MARKER`. Inputs are
+Inputs are
 made up and lie in memory, so that a step is forward, backward and optimizer, and nothing else.
 """
 
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from fop_bench.costs import BYTES, Hardware, shape_of
 from fop_bench.methods import get_method
 from fop_bench.parallel import Ranks, process_group
-from fop_bench.scaling import MARKER, REFERENCE
+from fop_bench.processes import answer
+from fop_bench.scaling import REFERENCE
+from fop_bench.stepper import Stepper
 from fop_bench.workloads import WORKLOADS, Workload
 
 RATE = 1e-4  # of learning: a step costs the same at any, and random labels diverge at none
@@ -39,7 +41,7 @@ def main(request: dict[str, Any]) -> None:
         work = {"steps": time_steps, "probe": probe}[request["kind"]]
         found = work(request, ranks, own_device)
         if ranks.first:
-            print(MARKER + json.dumps(found), flush=True)
+            answer(found)
 
 
 def time_steps(request: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[str, Any]:
@@ -84,14 +86,10 @@ def _training(
     examples = request["batch_size"]
     inputs, targets = (ranks.share.of(part) for part in _batch(workload, examples, device))
     weight = len(inputs) * ranks.count / examples
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = workload.loss(model(inputs), targets) * weight
-        loss.backward()
-        optimizer.step()
-
-    return step, optimizer
+    stepper = Stepper(
+        model, optimizer, loss=lambda output, target: workload.loss(output, target) * weight
+    )
+    return lambda: stepper.step(inputs, targets), optimizer
 
 
 def _block(
@@ -160,6 +158,7 @@ def probe(request: dict[str, Any], ranks: Ranks, device: torch.device) -> dict[s
         host_ranks=ranks.count,
         overhead=left / len(shape.layers),
         overlaps=device.type == "cuda",  # on a CPU messages and products share the core
+        solves=device.type == "cpu",
     )
     return asdict(hardware)
 

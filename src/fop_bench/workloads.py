@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fop_bench.data.catalog import (
@@ -34,22 +33,20 @@ from fop_bench.models import (
     imagenet_resnet50,
     mlp,
     resnet18_for_cifar,
-    seeded,
     t2t_vit_14,
 )
+from fop_bench.networks import Network
 
 __all__ = ["WORKLOADS", "Batches", "DataStatus", "Splits", "Workload", "data_status"]
 
 
-@dataclass(frozen=True)
-class Workload:
+@dataclass(frozen=True, kw_only=True)
+class Workload(Network):
     """A task with a target to reach; every method trains it with the same loop."""
 
-    name: str
     summary: str
     data: str  # the data set, see data_status
     load: Callable[[Request], Splits] = field(repr=False)
-    build: Callable[[], nn.Module] = field(repr=False)
     epochs: int
     base_batch: int  # the batch size learning rates and curvature intervals are given for
     batch_sizes: tuple[int, ...]
@@ -61,8 +58,6 @@ class Workload:
     long_tail_classes: int | None = None  # report head, middle and tail errors
     optimizer_overrides: Mapping[str, str | float] = field(default_factory=dict)
     loss_reduction: Literal["mean"] = "mean"
-    input_shape: tuple[int, ...] = (3, 32, 32)  # of one example
-    tokens: int | None = None  # inputs are numbers below this one
 
     @property
     def higher_is_better(self) -> bool:
@@ -86,22 +81,6 @@ class Workload:
         """
         chosen = self.train_images if subset is None else subset
         return self.load(Request(data_dir, torch.device(device), validation, chosen, workers))
-
-    def model(self, seed: int) -> nn.Module:
-        """A freshly initialised model; the global random state stays as it was."""
-        return seeded(self.build, seed)
-
-    def made_up(self, count: int) -> Tensor:
-        """Random inputs [count, ...]: what a step costs does not depend on what is in them."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (count, *self.input_shape)
-        if self.tokens is not None:
-            return torch.randint(self.tokens, shape, generator=generator)
-        return torch.randn(shape, generator=generator)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean cross-entropy over all predictions: output [..., classes], target [...]."""
-        return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batches: Batches) -> dict[str, float]:

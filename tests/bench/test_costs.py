@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fop.costs import FOP_PASSES, owner_cost
 from fop_bench.costs import (
     PEAKS,
     Hardware,
@@ -82,6 +83,7 @@ def test_parts_are_counted_as_said() -> None:
     assert set(sgd) == {"forward and backward", "overhead", "gradients"}
     assert sgd["forward and backward"] == 3 * 6 * (6 + 5 * 80)
     assert sgd["gradients"] == pytest.approx(2 * 100 * 4 / 2)
+    # Narrow factors are one block, so that all of them is computed.
     assert fop["factor products"] == 3 * 2 * ((9 + 4) + 5 * 2 * (100 + 16)) / 4
     assert fop["decompositions"] == 2 * (1000 + 64) / 4  # WIDE has an owner to itself
     assert fop["preconditioning"] == 3 * kfac["preconditioning"] == 3 * 2 * 80 * 14
@@ -121,23 +123,29 @@ def test_the_slowest_link_of_a_ring_counts() -> None:
 
 def test_work_is_shared_out_evenly_until_one_layer_is_all_there_is() -> None:
     layers = tuple(LayerShape(str(n), 10 + n, 10) for n in range(40))
-    assert sorted(busiest(layers, 1, 4, 3), key=lambda layer: layer.name) == sorted(
-        layers, key=lambda layer: layer.name
-    )
+    assert busiest(layers, 1, 4, FOP_PASSES) == list(layers)
 
     def cost(layer: LayerShape) -> float:
-        return layer.decomposition() / 4 + 3 * layer.precondition()
+        return owner_cost(layer.work, 4)
 
     for ranks in (2, 3, 8):
         mean = sum(map(cost, layers)) / ranks
-        assert mean <= sum(map(cost, busiest(layers, ranks, 4, 3))) <= 1.1 * mean
-    assert busiest(layers, 1000, 4, 3) == [layers[-1]]
+        assert mean <= sum(map(cost, busiest(layers, ranks, 4, FOP_PASSES))) <= 1.1 * mean
+    assert busiest(layers, 1000, 4, FOP_PASSES) == [layers[-1]]
 
 
 def test_a_factor_kept_as_its_diagonal_costs_next_to_nothing() -> None:
     wide = LayerShape("embedding", inputs=50_000, outputs=10)
-    assert wide.decomposition() == 1000
+    assert wide.work.decompositions() == 1000 / 2
     assert wide.triangles() == 55
+
+
+def test_a_cpu_solves_with_wide_cholesky_factors() -> None:
+    model = ModelShape((LayerShape("wide", inputs=1000, outputs=8),), parameters=8000)
+    solving = Hardware(**{**vars(UNIT), "solves": True})
+    inverse, solved = (predict("fop", model, 6, 1, 1, h).parts for h in (UNIT, solving))
+    assert solved["decompositions"] < 0.6 * inverse["decompositions"]
+    assert solved["preconditioning"] < inverse["preconditioning"]
 
 
 def test_every_second_order_method_has_its_products() -> None:

@@ -21,6 +21,7 @@ from fop_bench.memory import (
     read_measurements,
     write_measurements,
 )
+from fop_bench.processes import MARKER
 from fop_bench.records import RecordError
 
 
@@ -49,7 +50,7 @@ def test_every_method_at_every_batch_size_is_asked_for(monkeypatch: pytest.Monke
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         asked.append(command)
-        return subprocess.CompletedProcess(command, 0, f"noise\n{memory.MARKER}1000.0\n", "")
+        return subprocess.CompletedProcess(command, 0, f"noise\n{MARKER}1000.0\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     seen: list[Measurement] = []
@@ -62,7 +63,7 @@ def test_every_method_at_every_batch_size_is_asked_for(monkeypatch: pytest.Monke
     assert {m.peak_bytes for m in found} == {1000.0}
 
 
-@pytest.mark.parametrize(("code", "out"), [(-9, ""), (0, f"{memory.MARKER}null\n")])
+@pytest.mark.parametrize(("code", "out"), [(-9, ""), (0, f"{MARKER}null\n")])
 def test_running_out_of_memory_is_a_result(
     monkeypatch: pytest.MonkeyPatch, code: int, out: str
 ) -> None:

@@ -40,13 +40,6 @@ def test_no_rank_has_much_more_than_the_best_placement_could_give_it(
     assert max(loads) <= 1.1 * lower_bound(costs, ranks)
 
 
-def test_costs_are_those_of_the_operations() -> None:
-    assert cost(Work(2, 3), 1) == 8 + 27 + 6 * 6 * 5 + 36
-    assert cost(Work(2, 3), 10) == pytest.approx(3.5 + 6 * 6 * 5 + 36)
-    assert cost(Work(2, 3, groups=4), 1) == 4 * cost(Work(2, 3), 1)
-    assert cost(Work(2, 3, diagonal_columns=True), 1) == 8 + 6 * 6 * 2 + 36
-
-
 def test_more_ranks_than_layers_leave_some_without_work() -> None:
     assert sorted(place([1.0, 2.0, 3.0], 5)) == [0, 1, 2]
     assert place([], 3) == []

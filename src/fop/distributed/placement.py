@@ -1,43 +1,14 @@
-"""Which rank of a group looks after which layer: a pure function of modelled costs.
-
-A layer with factors [g, i, i] and [g, o, o] costs
-
-    refresh   g (i^3 + o^3) / T          both decompositions, every T steps
-    step      g 6 o i (o + i)            three two-sided products, every step
-
-A factor kept as its diagonal costs nothing to decompose and next to nothing to multiply with.
-"""
+"""Which rank of a group owns which layer: a pure function of modelled costs (`fop.costs`)."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from fop.costs import Work
+from fop.costs import owner_cost as cost
 
-@dataclass(frozen=True)
-class Work:
-    """One layer's matrix, as far as its costs are concerned."""
-
-    rows: int
-    columns: int
-    groups: int = 1
-    diagonal_rows: bool = False
-    diagonal_columns: bool = False
-
-
-def cost(work: Work, interval: int) -> float:
-    """Floating point operations a step, up to a common factor."""
-    refresh = products = 0.0
-    for size, diagonal in (
-        (work.rows, work.diagonal_rows),
-        (work.columns, work.diagonal_columns),
-    ):
-        if not diagonal:
-            refresh += float(size) ** 3
-            products += 6.0 * work.rows * work.columns * size
-    elementwise = 6.0 * work.rows * work.columns
-    return work.groups * (refresh / interval + products + elementwise)
+__all__ = ["Work", "cost", "lower_bound", "place"]
 
 
 def place(costs: Sequence[float], ranks: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fop.linalg.blocked import Cholesky
+from fop.linalg.blocked import STORAGE, Cholesky
 from fop.linalg.decompose import Solver, damped_solvers, eigenbases, solve_pays
 from fop.linalg.device import all_finite, on_host
 from fop.linalg.factor import (
@@ -19,6 +19,7 @@ from fop.linalg.factor import (
 from fop.linalg.gram import Gram
 
 __all__ = [
+    "STORAGE",
     "Blocked",
     "Cholesky",
     "Dense",

@@ -2,7 +2,7 @@
 elsewhere.
 """
 
-from fop_bench.cli import running, scaling, showing
+from fop_bench.cli import running, scaling, showing, steps
 from fop_bench.cli.app import app
 
-__all__ = ["app", "running", "scaling", "showing"]
+__all__ = ["app", "running", "scaling", "showing", "steps"]

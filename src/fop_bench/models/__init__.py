@@ -8,10 +8,12 @@ from fop_bench.models.mlp import mlp
 from fop_bench.models.resnet import cifar_resnet, imagenet_resnet50, resnet18_for_cifar
 from fop_bench.models.seeded import seeded
 from fop_bench.models.t2t_vit import T2TViT, t2t_vit_14
+from fop_bench.models.vit import ViT
 
 __all__ = [
     "GPT",
     "T2TViT",
+    "ViT",
     "cifar_resnet",
     "cnn",
     "imagenet_resnet50",

@@ -7,10 +7,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks import tables
-from benchmarks.methods import OURS
-from benchmarks.workloads import SWEEPS, TABLE
 from fop_bench.plots.canvas import method_legend, panels, plain_log_ticks, save, style
+from fop_bench.steps import tables
+from fop_bench.steps.methods import OURS
+from fop_bench.steps.workloads import SWEEPS, TABLE
 from fop_bench.style import look
 
 KINDS = (

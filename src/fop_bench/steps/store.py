@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 import fop
+from fop_bench.errors import BenchError
 from fop_bench.records import machine, now, versions, write_text
+from fop_bench.schema import read_json
 
 SCHEMA = 1
 PEERS = ("curvlinops-for-pytorch", "singd")
@@ -20,7 +22,7 @@ PEERS = ("curvlinops-for-pytorch", "singd")
 SAME = ("schema", "mode", "machine", "versions", "source")
 
 
-class StoreError(RuntimeError):
+class StoreError(BenchError, RuntimeError):
     """A record that can't be read, or must not be written over."""
 
 
@@ -86,10 +88,7 @@ class Store:
 
 
 def read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} is not a readable record ({error})") from error
+    content = read_json(path, "measure again")
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise StoreError(f"{path}: expected a record of schema {SCHEMA}: measure again")
     return content

@@ -1,9 +1,9 @@
 """One cell, measured in this process: a method on a workload at an interval of renewals.
 
-    python -m benchmarks.measure '{"workload": "mlp-w1024-b512", "method": "kfac", "interval": 10,
-                                   "budget": 4}'
+    python -m fop_bench.steps.measure \\
+        '{"workload": "mlp-w1024-b512", "method": "kfac", "interval": 10, "budget": 4}'
 
-prints one line of JSON. Times are CPU times of whole steps (zero_grad, forward, backward, step).
+prints a line of JSON. Times are CPU times of whole steps (zero_grad, forward, backward, step).
 SGD on the same network is timed in turn with the method, in the same process.
 """
 
@@ -16,16 +16,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from fop_bench.processes import answer, peak_resident, pin, start_counting_peak
+from fop_bench.stepper import Stepper, load_lazy_code
+from fop_bench.steps.methods import METHODS, OURS, OWN, TimedMethod, tensor_bytes
+from fop_bench.steps.operations import count_multiply_adds
+from fop_bench.steps.stats import FIRST_OF_WHOLE_INTERVALS
+from fop_bench.steps.workloads import WORKLOADS, TimedWorkload
 
-from benchmarks import process
-from benchmarks.methods import METHODS, OURS, OWN, Method, Stepper, tensor_bytes
-from benchmarks.operations import count_multiply_adds
-from benchmarks.stats import FIRST_OF_WHOLE_INTERVALS
-from benchmarks.workloads import WORKLOADS, Workload
-
-MARKER = "measured: "
 COUNTED = ("sgd", *OURS)  # methods whose multiply-adds are counted
 FEWEST_STEPS = 3  # of each kind, unless a single one is longer than the budget
 MOST_STEPS = 25
@@ -41,7 +38,9 @@ def cpu_time(work: Callable[[], None]) -> float:
 class Cell:
     """One measurement in progress."""
 
-    def __init__(self, workload: Workload, method: Method, interval: int, budget: float) -> None:
+    def __init__(
+        self, workload: TimedWorkload, method: TimedMethod, interval: int, budget: float
+    ) -> None:
         self.workload, self.method, self.interval, self.budget = workload, method, interval, budget
         self.inputs, self.labels = workload.data()
         self.steps: list[tuple[int, bool, float]] = []  # number, renews curvature, seconds
@@ -51,15 +50,15 @@ class Cell:
         self.spent = 0.0
 
     def run(self) -> dict[str, Any]:
-        load_lazy_code(self.method, self.interval)
-        before = process.start_counting_peak()
+        load_lazy_code(lambda model: self.method.build(model, self.interval))
+        before = start_counting_peak()
         self.stepper = self.method.build(self.workload.model(), self.interval)
         # Two steps show the whole memory: the second has state beside everything it computes. They
         # warm up, too; one is enough if a step takes long.
         first = self._step(count=True)
         slow = first > self.budget
         self._step(timed=slow)
-        peak = process.peak_resident() - before
+        peak = peak_resident() - before
         sgd = METHODS["sgd"].build(self.workload.model(), 1)
         for _ in range(2):
             sgd.step(self.inputs, self.labels)
@@ -136,17 +135,9 @@ class Cell:
         return tensor_bytes(self.stepper.state(), [*model.parameters(), *model.buffers()])
 
 
-def load_lazy_code(method: Method, interval: int) -> None:
-    """Three steps on next to nothing: much code is loaded only when it is used."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 10))
-    stepper = method.build(model, interval)
-    for _ in range(3):
-        stepper.step(torch.randn(4, 1, 4, 4), torch.randint(10, (4,)))
-
-
 def main() -> None:
     request = json.loads(sys.argv[1])
-    process.pin()
+    pin()
     warnings.simplefilter("ignore")  # peers' deprecations are not what this is about
     workload, method = WORKLOADS[request["workload"]], METHODS[request["method"]]
     try:
@@ -155,7 +146,7 @@ def main() -> None:
         if method.name in OWN:
             raise
         result = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    print(MARKER + json.dumps(result))
+    answer(result)
 
 
 if __name__ == "__main__":

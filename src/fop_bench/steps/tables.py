@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.methods import METHODS, OURS, STAGGERED
-from benchmarks.profile import ORDER
-from benchmarks.stats import Figures, counted, figures
-from benchmarks.store import by_interval, cell_key
-from benchmarks.workloads import SWEEPS, TABLE
+from fop_bench.render import markdown_rows
+from fop_bench.steps.methods import METHODS, OURS, STAGGERED
+from fop_bench.steps.profile import ORDER
+from fop_bench.steps.stats import Figures, counted, figures
+from fop_bench.steps.store import by_interval, cell_key
+from fop_bench.steps.workloads import SWEEPS, TABLE
 
 Record = Mapping[str, Any]
 NOTHING = "–"
@@ -32,8 +33,7 @@ FOP_MEMORY_TARGET = 1.10
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_rows([head, ["---"] * len(head), *lines])
 
 
 def number(value: float | None, digits: int = 2) -> str:

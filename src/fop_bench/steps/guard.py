@@ -1,7 +1,4 @@
-"""Fails if a step of fop has become dearer, against SGD's, than it was when last recorded.
-
-    python -m benchmarks.guard             # make bench-guard: two small networks, 2 minutes
-    python -m benchmarks.guard --record    # take today's figures as the new reference
+"""Fails if a step of fop has become slower, against SGD's, than it was when last recorded.
 
 Ratios are compared, not times, and with wide margins, so that another machine or a busy one does
 not raise an alarm; an algorithm that was lost does.
@@ -9,21 +6,17 @@ not raise an alarm; an algorithm that was lost does.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import run, store, tables
-from benchmarks.methods import OURS
+from fop_bench.errors import BenchError
+from fop_bench.steps import run, store, tables
+from fop_bench.steps.methods import OURS
 
-REFERENCE = Path(__file__).parent / "results" / "guard.json"
 TIME_MARGIN = 1.5
 MEMORY_MARGIN = 1.25
-BUDGET = 1.5
 MEMORY = "peak memory"
 
 
@@ -69,34 +62,24 @@ def compared(now: Mapping[str, float], before: Mapping[str, float]) -> str:
     return tables.table(["ratio to SGD", "recorded", "now"], lines)
 
 
+class RegressionError(BenchError, RuntimeError):
+    """A step has become slower or larger than its margin allows."""
+
+
 def measure(path: Path, console: Console) -> tables.Record:
+    """The cells of a quick run."""
     record = store.Store.open(path, store.header("quick"), resume=False)
-    tasks = [task for task in run.plan("quick", BUDGET) if task.section == "cells"]
+    tasks = [t for t in run.plan("quick", run.BUDGETS["quick"]) if t.section == "cells"]
     record.content["planned"] = len(tasks)
     run.measure_all(tasks, record, console)
     return record.content
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the cost of fop's steps with a record.")
-    parser.add_argument("--record", action="store_true", help="make this run the new reference")
-    arguments = parser.parse_args()
-    console = Console()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "guard.json"
-        now = guarded(measure(path, console))
-        if arguments.record:
-            REFERENCE.parent.mkdir(exist_ok=True)
-            REFERENCE.write_bytes(path.read_bytes())
-            console.print(f"recorded in {REFERENCE.relative_to(run.ROOT)}")
-            return
-    before = guarded(store.read(REFERENCE))
-    console.print(compared(now, before), markup=False, highlight=False)
-    worse = regressions(now, before)
+def check(now: tables.Record, before: tables.Record, console: Console) -> None:
+    """Show both and raise on a regression."""
+    ratios, recorded = guarded(now), guarded(before)
+    console.print(compared(ratios, recorded), markup=False, highlight=False)
+    worse = regressions(ratios, recorded)
     if worse:
-        sys.exit("\n".join(["fop has become slower or larger:", *worse]))
+        raise RegressionError("\n".join(["fop has become slower or larger:", *worse]))
     console.print("no regression")
-
-
-if __name__ == "__main__":
-    main()

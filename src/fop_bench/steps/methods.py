@@ -21,30 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import Optimizer
 
-import fop
+from fop_bench.methods import from_package, get_method
+from fop_bench.stepper import Stepper
 
 LR = 1e-4  # small, so that random labels do no harm to any of them
-
-
-class Stepper:
-    """A model and what trains it. `step` is everything a training loop does with a batch."""
-
-    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        self.model = model
-        self.optimizers = optimizers
-
-    def step(self, inputs: Tensor, labels: Tensor) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        cross_entropy(self.model(inputs), labels).backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def state(self) -> list[Any]:
-        """Whatever holds the tensors that live on between steps."""
-        return [optimizer.state for optimizer in self.optimizers]
 
 
 class SingdStepper(Stepper):
@@ -113,8 +94,8 @@ Build = Callable[[nn.Module, int], Stepper]
 
 
 @dataclass(frozen=True)
-class Method:
-    """`renews` tells whether a step, counted from 1, renews curvature at an interval."""
+class TimedMethod:
+    """`renews` tells whether a step, counted from 1, refreshes curvature at an interval."""
 
     name: str
     label: str
@@ -133,27 +114,24 @@ def _kfac_layers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d)))
 
 
-def _plain(load: Callable[[], Any], **options: Any) -> Build:
+def _of(name: str, interval_option: str | None = None, **options: Any) -> Build:
+    """A method of the bench, all but `options` and its interval as its own package has it."""
+
     def build(model: nn.Module, interval: int) -> Stepper:
-        return Stepper(model, load()(model.parameters(), lr=LR, **options))
+        timing: dict[str, Any] = {} if interval_option is None else {interval_option: interval}
+        method = get_method(name)
+        return Stepper(model, method.with_own_defaults(model, lr=LR, **timing, **options))
 
     return build
 
 
-def _peer(name: str) -> Callable[[], Any]:
-    return lambda: getattr(importlib.import_module("pytorch_optimizer"), name)
-
-
-def _fop(optimizer: Callable[..., Optimizer], *, stagger: bool = False) -> Build:
-    def build(model: nn.Module, interval: int) -> Stepper:
-        every: Any = {"steps": interval, "stagger": True} if stagger else interval
-        return Stepper(model, optimizer(model, lr=LR, update_every=every))
-
-    return build
+def _staggered(model: nn.Module, interval: int) -> Stepper:
+    every = {"steps": interval, "stagger": True}
+    return Stepper(model, get_method("kfac").with_own_defaults(model, lr=LR, update_every=every))
 
 
 def _shampoo(model: nn.Module, interval: int) -> Stepper:
-    optimizer = _peer("ScalableShampoo")()(
+    optimizer = from_package("pytorch_optimizer", "ScalableShampoo")()(
         model.parameters(),
         lr=LR,
         start_preconditioning_step=1,
@@ -163,21 +141,16 @@ def _shampoo(model: nn.Module, interval: int) -> Stepper:
     return Stepper(model, optimizer)
 
 
-def _soap(model: nn.Module, interval: int) -> Stepper:
-    optimizer = _peer("SOAP")()(model.parameters(), lr=LR, precondition_frequency=interval)
-    return Stepper(model, optimizer)
-
-
 def _kron(model: nn.Module, interval: int) -> Stepper:
-    optimizer = _peer("Kron")()(
+    optimizer = from_package("pytorch_optimizer", "Kron")()(
         model.parameters(), lr=LR, pre_conditioner_update_probability=1 / interval
     )
     return Stepper(model, optimizer)
 
 
 def _singd(model: nn.Module, interval: int) -> Stepper:
-    singd = importlib.import_module("singd.optim.optimizer").SINGD
-    second_order = singd(model, lr=LR, T=interval, lr_cov=1e-4, warn_unsupported=False)
+    singd = from_package("singd.optim.optimizer", "SINGD", "peers")()
+    second_order: Any = singd(model, lr=LR, T=interval, lr_cov=1e-4, warn_unsupported=False)
     served = {p for group in second_order.param_groups for p in group["params"]}
     others = [p for p in model.parameters() if p not in served]
     rest = [torch.optim.SGD(others, LR, momentum=0.9)] if others else []
@@ -196,29 +169,23 @@ def _last_of_interval(step: int, interval: int) -> bool:
     return step % interval == 0
 
 
-def _register(*methods: Method) -> dict[str, Method]:
+def _register(*methods: TimedMethod) -> dict[str, TimedMethod]:
     return {method.name: method for method in methods}
 
 
 STAGGERED = "kfac-staggered"
 METHODS = _register(
-    Method("sgd", "SGD, momentum", _plain(lambda: torch.optim.SGD, momentum=0.9)),
-    Method("adamw", "AdamW", _plain(lambda: torch.optim.AdamW)),
-    Method("lamb", "LAMB", _plain(_peer("Lamb"))),
-    Method("kron", "Kron", _kron, _last_of_interval),
-    Method("soap", "SOAP", _soap, _first_of_interval),
-    Method("shampoo", "Shampoo (scalable)", _shampoo, _last_of_interval),
-    Method("singd", "singd, dense", _singd, _first_of_interval),
-    Method("curvlinops", "curvlinops KFAC", CurvlinopsStepper, _first_of_interval),
-    Method("kfac", "**fop.KFAC**", _fop(fop.KFAC), _fop_renews),
-    Method("fop", "**fop.FOP**", _fop(fop.FOP), _fop_renews),
-    Method(
-        STAGGERED,
-        "**fop.KFAC, staggered**",
-        _fop(fop.KFAC, stagger=True),
-        _fop_renews,
-        staggered=True,
-    ),
+    TimedMethod("sgd", "SGD, momentum", _of("sgd", momentum=0.9)),
+    TimedMethod("adamw", "AdamW", _of("adamw")),
+    TimedMethod("lamb", "LAMB", _of("lamb")),
+    TimedMethod("kron", "Kron", _kron, _last_of_interval),
+    TimedMethod("soap", "SOAP", _of("soap", "precondition_frequency"), _first_of_interval),
+    TimedMethod("shampoo", "Shampoo (scalable)", _shampoo, _last_of_interval),
+    TimedMethod("singd", "singd, dense", _singd, _first_of_interval),
+    TimedMethod("curvlinops", "curvlinops KFAC", CurvlinopsStepper, _first_of_interval),
+    TimedMethod("kfac", "**fop.KFAC**", _of("kfac", "update_every"), _fop_renews),
+    TimedMethod("fop", "**fop.FOP**", _of("fop", "update_every"), _fop_renews),
+    TimedMethod(STAGGERED, "**fop.KFAC, staggered**", _staggered, _fop_renews, staggered=True),
 )
 OURS = ("kfac", "fop")
 OWN = ("sgd", *OURS, STAGGERED)  # what must run: a failure of these is not a footnote

@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from benchmarks import guard, plot, profile, report, run, store, tables
-from benchmarks.measure import Cell
-from benchmarks.methods import METHODS, OURS, tensor_bytes
-from benchmarks.operations import count_multiply_adds
-from benchmarks.stats import counted, figures, whole_interval
-from benchmarks.workloads import LARGE_BATCH, TABLE, WORKLOADS, Workload
 from fop.settings import Settings
+from fop_bench.errors import RecordError
 from fop_bench.models import mlp
+from fop_bench.plots import steps as plot
+from fop_bench.steps import guard, profile, report, run, store, tables
+from fop_bench.steps.measure import Cell
+from fop_bench.steps.methods import METHODS, OURS, tensor_bytes
+from fop_bench.steps.operations import count_multiply_adds
+from fop_bench.steps.stats import counted, figures, whole_interval
+from fop_bench.steps.workloads import LARGE_BATCH, TABLE, WORKLOADS, TimedWorkload
 
+TINY = TimedWorkload(
+    name="tiny", label="tiny", build=lambda: mlp(6, 4, 10), input_shape=(6,), batch=8
+)
 ROOT = Path(__file__).parents[2]
 MLP = "mlp-w1024-b512"
 
@@ -227,8 +233,13 @@ class TestStore:
     def test_says_what_it_can_not_read(self, tmp_path: Path) -> None:
         path = tmp_path / "record.json"
         path.write_text("{")
-        with pytest.raises(store.StoreError, match=r"record\.json"):
+        with pytest.raises(RecordError, match=r"record\.json is not JSON"):
             store.read(path)
+
+    @pytest.mark.parametrize("name", ["2026-11-18-full.json", "guard.json"])
+    def test_reads_what_was_recorded(self, name: str) -> None:
+        record = store.read(ROOT / "benchmarks" / "results" / name)
+        assert "**fop.FOP**" in report.markdown(record)
 
 
 class TestGuard:
@@ -247,20 +258,17 @@ class TestGuard:
         assert "not measured now" in guard.regressions({"a": 1.0}, self.BEFORE)[0]
 
     def test_ends_with_an_error_on_a_regression_alone(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        recorded = store.read(guard.REFERENCE)
-        monkeypatch.setattr("sys.argv", ["guard"])
-        monkeypatch.setattr(guard, "measure", lambda *_: recorded)
-        guard.main()
+        recorded = store.read(ROOT / "benchmarks" / "results" / "guard.json")
+        console = Console()
+        guard.check(recorded, recorded, console)
         assert "no regression" in capsys.readouterr().out
         slower = json.loads(json.dumps(recorded))
         for found in slower["cells"].values():
             found["reference"] = [seconds / 2 for seconds in found["reference"]]
-        monkeypatch.setattr(guard, "measure", lambda *_: slower)
-        with pytest.raises(SystemExit) as stopped:
-            guard.main()
-        assert "fop.FOP, no curvature work" in str(stopped.value.code)
+        with pytest.raises(guard.RegressionError, match=r"fop\.FOP, no curvature work"):
+            guard.check(slower, recorded, console)
 
     def test_compares_times_and_memory_of_both_optimizers(self) -> None:
         found = guard.guarded(made_up(sgd=SGD, kfac=KFAC, fop=FOP))
@@ -317,12 +325,11 @@ class TestOperations:
             assert count_multiply_adds(work) == int(count), name
 
     def test_of_a_fop_step_hold_two_more_two_sided_products_than_kfac(self) -> None:
-        tiny = Workload("tiny", "tiny", lambda: mlp(6, 4, 10), (6,), 8)
         found = {}
         for name in OURS:
-            stepper = METHODS[name].build(tiny.model(), 10)
+            stepper = METHODS[name].build(TINY.model(), 10)
             for _ in range(3):
-                count = count_multiply_adds(lambda: stepper.step(*tiny.data()))  # noqa: B023
+                count = count_multiply_adds(lambda: stepper.step(*TINY.data()))  # noqa: B023
             found[name] = count
         products = sum(o * o * i + o * i * i for o, i in ((4, 7), (10, 5)))
         assert found["fop"] - found["kfac"] == 2 * products
@@ -349,8 +356,7 @@ class TestProfile:
 class TestCell:
     @pytest.mark.parametrize("name", OURS)
     def test_has_steps_of_both_kinds_and_its_own_reference(self, name: str) -> None:
-        tiny = Workload("tiny", "tiny", lambda: mlp(6, 4, 10), (6,), 8)
-        found = Cell(tiny, METHODS[name], 10, budget=math.inf).run()
+        found = Cell(TINY, METHODS[name], 10, budget=math.inf).run()
         numbers = [number for number, _, _ in found["steps"]]
         assert numbers == list(range(4, 4 + len(numbers)))  # the first three warm up
         assert [number for number, renews, _ in found["steps"] if renews] == [4, 11, 21]

@@ -1,8 +1,8 @@
 """Where the time of one step goes, by phase: fop's own functions, timed from outside.
 
-    python -m benchmarks.profile '{"workload": "resnet18-b64", "method": "kfac"}'
+    python -m fop_bench.steps.profile '{"workload": "resnet18-b64", "method": "kfac"}'
 
-prints one line of JSON: seconds a phase, for a step that renews curvature and one that doesn't.
+prints a line of JSON: seconds a phase, for a step that renews curvature and one that doesn't.
 Time spent in a phase within another one counts for the inner one alone.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 from torch.nn.functional import cross_entropy
 
-from benchmarks import process
-from benchmarks.measure import MARKER, load_lazy_code
-from benchmarks.methods import METHODS
-from benchmarks.workloads import WORKLOADS
+from fop_bench.processes import answer, pin
+from fop_bench.stepper import load_lazy_code
+from fop_bench.steps.methods import METHODS
+from fop_bench.steps.workloads import WORKLOADS
 
 FORWARD, BACKWARD, REST = "forward", "backward, with half gradients", "parameter update and checks"
 # Function of the library -> phase. A test holds these names to the library.
@@ -95,7 +95,7 @@ def profile(workload_name: str, method_name: str) -> dict[str, dict[str, float]]
     workload, method = WORKLOADS[workload_name], METHODS[method_name]
     clock = PhaseClock()
     watch(clock)
-    load_lazy_code(method, 10)
+    load_lazy_code(lambda model: method.build(model, 10))
     inputs, labels = workload.data()
     stepper = method.build(workload.model(), 10)
     (optimizer,) = stepper.optimizers
@@ -117,9 +117,9 @@ def profile(workload_name: str, method_name: str) -> dict[str, dict[str, float]]
 
 def main() -> None:
     request = json.loads(sys.argv[1])
-    process.pin()
+    pin()
     warnings.simplefilter("ignore")
-    print(MARKER + json.dumps(profile(request["workload"], request["method"])))
+    answer(profile(request["workload"], request["method"]))
 
 
 if __name__ == "__main__":

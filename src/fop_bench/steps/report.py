@@ -1,17 +1,13 @@
-"""A record as the generated part of docs/performance.md, with its plots.
-
-python -m benchmarks.report benchmarks/results/2026-01-31-full.json    # writes docs/
-"""
+"""A record as the generated part of docs/performance.md, with its plots."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from benchmarks import plot, store, tables
+from fop_bench.plots import steps as plot
 from fop_bench.records import write_text
+from fop_bench.steps import tables
 
-ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 COSTS, GROWTH = "images/performance-costs.png", "images/performance-growth.png"
 
@@ -74,13 +70,3 @@ def write_docs(record: tables.Record, docs: Path) -> None:
     path = docs / "performance.md"
     document = path.read_text(encoding="utf-8")
     write_text(path, between_markers(document, "\n\n".join([text, *pictures])))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write docs/performance.md from a record.")
-    parser.add_argument("record", type=Path)
-    write_docs(store.read(parser.parse_args().record), ROOT / "docs")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,0 @@
-"""What a step of fop costs, in time and memory, against its peers. Run by `make bench`."""
