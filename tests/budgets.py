@@ -99,6 +99,8 @@ def trace_linear(step: int) -> dict[str, Trace]:
 class Kernels(TorchDispatchMode):
     """Counts operations that are no views."""
 
+    NO_WORK = ("aten.promote_types", "aten.new_empty", "aten.empty")  # no tensor, or memory alone
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -106,7 +108,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.count += not _is_view(func)
+        self.count += not (_is_view(func) or str(func).startswith(self.NO_WORK))
         return func(*args, **(kwargs or {}))
 
 

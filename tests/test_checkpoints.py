@@ -266,7 +266,7 @@ def owners(optimizer: fop.FOP) -> dict[tuple[int, str], str]:
     for number, parameter in numbered.items():
         for key in optimizer.state[parameter]:
             found[number, key] = names[number]
-        for block in optimizer._engine.blocks:
+        for block in optimizer._engine.layers:
             if block.weight is parameter:
                 found.update({(number, key): block.name for key in block.keys})
     return found
@@ -369,7 +369,7 @@ def test_curvature_without_one_of_its_entries_is_refreshed_at_the_next_step(
     """From the moving averages that are there, as with another damping_mode."""
     model, optimizer = trained(5, **settings)
     good = frozen_copy(optimizer)
-    for key in optimizer._engine.blocks[0].curvature.keys:
+    for key in optimizer._engine.layers[0].curvature.entries:
         state = copy.deepcopy(good)
         optional = key == "corrected_eigenvalues" or key.endswith("_last_size")
         if state["state"][0].pop(key, None) is None or optional:

@@ -36,7 +36,7 @@ def test_nothing_is_left_on_the_model_after_del(settings: dict[str, Any]) -> Non
     optimizer = fop.FOP(model, **settings)
     train(model, optimizer, [images(seed=seed) for seed in range(3)])
     assert leftovers(model)
-    dead = [weakref.ref(optimizer), weakref.ref(optimizer._engine.blocks[0].capture)]
+    dead = [weakref.ref(optimizer), weakref.ref(optimizer._engine.layers[0].recorder)]
     loss = cross_entropy(model(images()[0]), images()[1])  # a graph that outlives the optimizer
     del optimizer
     gc.collect()

@@ -174,10 +174,10 @@ def test_clipping_by_value_keeps_average_and_difference_in_step() -> None:
         optimizer.zero_grad()
         x, y = points(seed=seed)
         cross_entropy(model(x), y).backward()
-        free = optimizer._engine.blocks[0].capture.gradient_ratio()
+        free = optimizer._engine.layers[0].recorder.gradient_ratio()
         assert float(free) == pytest.approx(1.0)
         nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        ratio = float(optimizer._engine.blocks[0].capture.gradient_ratio())
+        ratio = float(optimizer._engine.layers[0].recorder.gradient_ratio())
         assert 0 < ratio < 1
         optimizer.step()
         assert all(p.isfinite().all() for p in model.parameters())

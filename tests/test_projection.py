@@ -16,7 +16,6 @@ import fop
 from fop import projection
 from fop.projection import (
     Coefficients,
-    Gradient,
     Metric,
     inner,
     optimal_beta,
@@ -33,18 +32,17 @@ class DenseMetric:
     f: Tensor
     damping: float
 
-    def enter(self, v: Tensor) -> Tensor:
+    def to_basis(self, v: Tensor) -> Tensor:
         return v
 
-    def leave(self, v: Tensor) -> Tensor:
+    def from_basis(self, v: Tensor) -> Tensor:
         return v
 
     def fisher(self, v: Tensor) -> Tensor:
         return (self.f @ v.reshape(-1)).reshape(v.shape)
 
-    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
-        product = self.fisher(a.given)
-        return inner(a.given, product), inner(d.given, product)
+    def fisher_product(self, a: Tensor, a_in_basis: Tensor) -> tuple[Tensor, bool]:
+        return self.fisher(a), False
 
     def solve(self, v: Tensor) -> Tensor:
         m = self.f + self.damping * torch.eye(len(self.f), dtype=self.f.dtype)

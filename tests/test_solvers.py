@@ -79,7 +79,7 @@ def test_steps_by_packed_factors_are_steps_by_dense_ones(
     request.getfixturevalue(form)
     model = make()
     optimizer = trained(kind, model, data, **settings)
-    assert exact or ("output_root" in forms(optimizer)) == (form == "cholesky")
+    assert exact or ("output_cholesky" in forms(optimizer)) == (form == "cholesky")
     factors = [s["output_factor"] for s in optimizer.state.values() if "output_factor" in s]
     assert all(factor.dim() == 2 or factor.shape[1] == 1 for factor in factors)
     assert distance(snapshot(model), dense) < 1e-9
@@ -147,9 +147,9 @@ def test_the_interval_decides_the_form() -> None:
         return forms(optimizer)
 
     for kind in (fop.FOP, fop.KFAC):
-        assert "input_root" in form(kind, update_every=900)
+        assert "input_cholesky" in form(kind, update_every=900)
         assert "input_inverse" in form(kind, update_every=1100)
-        assert "input_root" in form(kind, update_every=lambda step: 900)
+        assert "input_cholesky" in form(kind, update_every=lambda step: 900)
 
 
 @pytest.mark.usefixtures("cholesky")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fop
 from fop.costs import Work, refresh_cost
+from fop.refresh import phases
 from fop.settings import EARLY_REFRESH_STEPS
-from fop.stagger import phases
 from tests.common import Batch, mlp, points, same, snapshot, train
 
 STEPS = 26
@@ -127,8 +127,8 @@ def test_a_layer_that_is_not_due_captures_no_sums() -> None:
     for x, y in data(4):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        blocks = optimizer._engine.blocks
-        watched.append([block.capture.sums is not None for block in blocks])
+        blocks = optimizer._engine.layers
+        watched.append([block.recorder.sums is not None for block in blocks])
         optimizer.step()
     # steps 5 to 8: two layers, two steps apart
     assert [sum(step) for step in watched] == [1, 0, 1, 0]

@@ -104,12 +104,12 @@ def test_an_embedding_tied_to_the_output_adds_its_gradient(settings: dict[str, A
 def test_a_tied_embedding_with_another_gradient_leaves_the_weight_to_the_fallback() -> None:
     model = LanguageModel()
     model.embed.scale_grad_by_freq = True
-    assert [block.name for block in fop.FOP(model)._engine.blocks] == ["mix"]
+    assert [block.name for block in fop.FOP(model)._engine.layers] == ["mix"]
 
 
 def test_skipping_one_of_the_tied_layers_skips_the_weight() -> None:
     optimizer = fop.FOP(LanguageModel(), skip="head")
-    names = [block.name for block in optimizer._engine.blocks]
+    names = [block.name for block in optimizer._engine.layers]
     assert names == ["mix"]
 
 

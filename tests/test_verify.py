@@ -59,7 +59,7 @@ def test_an_unchanged_module_costs_no_operation() -> None:
     for module, shape in ((nn.Linear(4, 4), (4,)), (nn.Conv2d(4, 4, 3), (4, 5, 5))):
         optimizer = fop.FOP(module, lr=1e-3)
         module(torch.randn(2, *shape)).sum().backward()
-        capture = optimizer._engine.blocks[0].capture
+        capture = optimizer._engine.layers[0].recorder
         hooks: list[Any] = list(module._forward_hooks.values())
         [adapter] = [hook._adapter for hook in hooks if hasattr(hook, "_adapter")]
         assert adapter.at_call(module, None, None, capture) is not None  # no tensor is looked at
@@ -179,7 +179,7 @@ def test_a_pass_without_numbers_decides_nothing() -> None:
     module = nn.Linear(5, 3, device="meta")
     optimizer = fop.FOP(module)
     assert module(torch.empty(4, 5, device="meta")).shape == (4, 3)
-    assert not optimizer._engine.blocks[0].capture.disabled
+    assert not optimizer._engine.layers[0].recorder.disabled
 
 
 def test_a_disabled_layer_asks_for_no_extra_backward() -> None:

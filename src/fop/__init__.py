@@ -3,8 +3,8 @@
 optimizer = fop.FOP(model, lr=0.1)
 """
 
+from fop.api import FOP, KFAC
 from fop.diagnostics import diagnostics, noise_scale
-from fop.optimizer import FOP, KFAC
 from fop.schedules import scale_to_batch
 
 __version__ = "0.1.0"

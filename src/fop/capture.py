@@ -7,7 +7,7 @@ of an input, say) leave no trace. From then on it belongs to that `p.grad`, see 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ from fop.examples import Examples
 from fop.layers import Layer
 from fop.linalg import Form
 from fop.moments import FactorSums, PassSums, SumForms, factor_dtype
-from fop.shards import is_sharded, local, stand_in
+from fop.shards import is_sharded, local
+from fop.slices import ParameterSlice
 from fop.squares import Eigenbasis, GradientSquares
 
 
@@ -101,9 +102,8 @@ class LayerCapture:
         self.weight = weight
         self._bias = bias
         self.plan = plan
-        # To ask for shapes: the parameters, or what stands in for those that ranks have in parts.
-        self.whole_weight = stand_in(weight)
-        self.whole_bias = None if bias is None else stand_in(bias)
+        self.weight_slice = ParameterSlice(weight, layer.weight_rows)
+        self.bias_slice = None if bias is None else ParameterSlice(bias, layer.bias_rows)
         self.sharded = is_sharded(weight)
         # FSDP2 runs a module with a gathered parameter in the place of the shard.
         self.unsharded: nn.Parameter | None = None
@@ -169,9 +169,8 @@ class LayerCapture:
         if captured is None or captured.partial or captured.signed is None:
             return None
         parts = captured.signed[: 1 if self.bias is None else 2]
-        if self.bias is not None and len(parts) == 1 and self.whole_bias is not None:
-            shape = self.layer.own_bias(self.whole_bias).shape
-            parts = [*parts, parts[0].new_zeros(shape)]
+        if self.bias is not None and len(parts) == 1 and self.bias_slice is not None:
+            parts = [*parts, parts[0].new_zeros(self.bias_slice.shape)]
         return parts
 
     @property
@@ -209,7 +208,7 @@ class LayerCapture:
         return [self._shape(True), self._shape(False)] if self._bias is not None else [self.shape]
 
     def _shape(self, has_bias: bool) -> tuple[int, int]:
-        return self.layer.matrix_shape(self.layer.own_weight(self.whole_weight), has_bias)
+        return self.layer.matrix_shape(self.weight_slice, has_bias)
 
     @property
     def wants_sums(self) -> bool:
@@ -483,7 +482,7 @@ class LayerCapture:
             self._begun += 1
         self.foreign |= captured.partial and self.plan.halves != "none"
         if pending.total is not None:
-            own = self.layer.own_weight(weight.grad.detach())
+            own = self.weight_slice.of(weight.grad.detach())
             strange = norm_of(own - pending.total)
             self._unexplained = strange / (norm_of(pending.total) + strange)
         captured.passes += 1
@@ -562,3 +561,19 @@ def _hold_sums(capture: LayerCapture, layer: Layer, x: Tensor, grad: Tensor) -> 
     pending.sums.add_outputs(outputs)
     if pending.squares is not None:
         pending.squares.add_outputs(outputs)
+
+
+def gradient_ratios(recorders: Sequence[LayerCapture]) -> Tensor:
+    """`gradient_ratio` of several layers, [L], in few launches."""
+    known = [
+        (captured.norm, recorder.weight.grad)
+        for recorder in recorders
+        if (captured := recorder.captured) is not None
+        and captured.norm is not None
+        and recorder.weight.grad is not None
+    ]
+    if len(recorders) == 1 or len(known) < len(recorders):
+        return torch.stack([recorder.gradient_ratio() for recorder in recorders])
+    before = torch.stack([norm for norm, _ in known])
+    now = torch.stack(torch._foreach_norm([grad for _, grad in known], 2, dtype=before.dtype))
+    return torch.where(before > 0, now / before, 1.0)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.block import Block
-from fop.distributed import Counts
+from fop.layer import Layer
 
 
 class ModuleTree:
@@ -41,13 +40,13 @@ class ModuleTree:
 
 
 def find_problem(
-    blocks: Sequence[Block],
+    layers: Sequence[Layer],
     gradients: Mapping[Tensor, Tensor],
     options: Mapping[Tensor, Mapping[str, Any]],
     tree: ModuleTree,
 ) -> Exception | None:
     """The first problem of this rank: returned, not raised, so that other ranks can be told."""
-    return _sparse(gradients, options) or _replaced(blocks, gradients) or tree.replaced(options)
+    return _sparse(gradients, options) or _replaced(layers, gradients) or tree.replaced(options)
 
 
 def _sparse(
@@ -64,44 +63,14 @@ def _sparse(
     return None
 
 
-def _replaced(blocks: Sequence[Block], gradients: Mapping[Tensor, Tensor]) -> Exception | None:
-    for block in blocks:
+def _replaced(layers: Sequence[Layer], gradients: Mapping[Tensor, Tensor]) -> Exception | None:
+    for layer in layers:
         # A frozen weight has no gradient either, and may be stood in for by functional_call.
-        trained = block.weight.requires_grad
-        if block.capture.replaced and trained and block.weight not in gradients:
+        trained = layer.weight.requires_grad
+        if layer.recorder.replaced and trained and layer.weight not in gradients:
             return RuntimeError(
-                f"the weight of layer {block.name!r} was replaced by another parameter after "
+                f"the weight of layer {layer.name!r} was replaced by another parameter after "
                 "the optimizer was built, so the new one would not be trained: build the "
                 "optimizer again, or change the weight in place (weight.data.copy_(...))"
             )
     return None
-
-
-def bypassed_layers(counts: Mapping[Block, Counts], blocks: Sequence[Block]) -> list[Block]:
-    """The layers that are to have their first curvature and have a gradient, but no statistics.
-
-    Raises if that is so of every layer: then the hooks don't work at all.
-    """
-    bypassed = [
-        block
-        for block, count in counts.items()
-        if count.gradients and not (count.examples or block.ready or _excused(block, count))
-    ]
-    works = any(count.examples for count in counts.values()) or any(b.ready for b in blocks)
-    if not bypassed or works:
-        return bypassed
-    names = ", ".join(repr(block.name) for block in bypassed[:3])
-    more = f" and {len(bypassed) - 3} more" if len(bypassed) > 3 else ""
-    raise RuntimeError(
-        f"no backward pass through any layer was seen, but {names}{more} have gradients: there is "
-        "nothing to make curvature of. Either the model was called by torch.compile before the "
-        "optimizer was built, or one like it was, and its graph has no hooks (build the optimizer "
-        "first, or call torch.compiler.reset()), or weights are used without their modules "
-        '(F.linear(x, layer.weight)), or .grad was set by hand, or, with fisher="mc" or '
-        '"exact", the model given to the optimizer was not called'
-    )
-
-
-def _excused(block: Block, count: Counts) -> bool:
-    """Whether this step's gradient alone is without statistics."""
-    return block.capture.foreign or bool(count.empty and not count.filled)

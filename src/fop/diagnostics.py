@@ -8,21 +8,17 @@ demand and in float64, from the gradients and the captured difference; both are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fop import scaling
-from fop.block import Block
-from fop.curvature.kronecker import factored_shifts, stored_factors
-from fop.engine import Engine
-from fop.linalg import Factor
+from fop.curvature.base import Spectrum
+from fop.layer import Layer
 from fop.optimizer import SecondOrderOptimizer
-from fop.projection import inner
+from fop.step import Engine
 
 # Entries that need the gradients, and those that need the factors' eigenvalues.
 GRADIENT_KEYS = ("gradient_norm", "difference_norm", "noise_scale")
@@ -63,24 +59,24 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
     """
     engine = _engine_of(optimizer)
     report = {}
-    for block in engine.blocks:
-        found = engine.coefficients.get(block.name)
-        if found is None or not fnmatchcase(block.name, layers):
+    for layer in engine.layers:
+        found = engine.coefficients(layer) if fnmatchcase(layer.name, layers) else None
+        if found is None:
             continue
-        state = block.state_in(optimizer.state)
+        state = layer.state_in(optimizer.state)
         entry = dict.fromkeys((*GRADIENT_KEYS, *KL_KEYS, *SPECTRUM_KEYS), math.nan)
         entry |= {name: float(getattr(found, name)) for name in ("s", "beta", "eta", "cos2")}
         entry["damping"] = float(state.get("damping", math.nan))
         entry["kl_clip_factor"] = 1.0 if engine.clip is None else float(engine.clip)
-        gradients = _gradients(block, engine)
+        gradients = _gradients(layer, engine)
         if gradients is not None:
             entry |= gradients.terms()
-        if "damping" in state:
-            spectrum = _spectrum(state, block.shape)
-            entry |= spectrum.conditions()
+        spectrum = layer.curvature.spectrum(state, layer.shape) if "damping" in state else None
+        if spectrum is not None:
+            entry |= _conditions(spectrum)
             if gradients is not None:
-                entry |= spectrum.kl_terms(gradients.average, gradients.difference, entry)
-        report[block.name] = entry
+                entry |= _kl_terms(spectrum, gradients, entry)
+        report[layer.name] = entry
     return report
 
 
@@ -93,13 +89,14 @@ def noise_scale(optimizer: SecondOrderOptimizer) -> float:
     """
     engine = _engine_of(optimizer)
     sums = [0.0] * 5  # squares of averages and differences; examples in both halves; layers
-    for block in engine.blocks:
-        found = _gradients(block, engine)
+    for layer in engine.layers:
+        found = _gradients(layer, engine)
         if found is not None and found.difference is not None:
-            squares = [float(inner(v, v)) for v in (found.average, found.difference)]
+            squares = [float(v.square().sum()) for v in (found.average, found.difference)]
             terms = [*squares, found.first, found.second, 1.0]
             sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    of_average, of_difference, first, second, layers = engine.exchange.sum(sums)
+    numbers = engine.ranks.all_sum(torch.tensor(sums, dtype=torch.float64), "diagnostics")
+    of_average, of_difference, first, second, layers = numbers.tolist()
     if not (first and second):
         return math.nan
     examples = round(first / layers), round(second / layers)
@@ -115,17 +112,14 @@ def _engine_of(optimizer: object) -> Engine:
     return optimizer._engine
 
 
-def _gradients(block: Block, engine: Engine) -> _Gradients | None:
-    found = engine.recall(block)
+def _gradients(layer: Layer, engine: Engine) -> _Gradients | None:
+    """None where they are gone, or on another rank."""
+    found = engine.gradients(layer)
     if found is None:
         return None
-    average, difference, (first, second) = found
-    return _Gradients(
-        average.double(),
-        None if difference is None else difference.double(),
-        int(first),
-        int(second),
-    )
+    (average, difference), (first, second) = found
+    both = None if difference is None else difference.double()
+    return _Gradients(average.double(), both, int(first), int(second))
 
 
 @dataclass(frozen=True)
@@ -147,72 +141,33 @@ class _Gradients:
         return terms
 
 
-@dataclass(frozen=True)
-class _Spectrum:
-    """A layer's curvature in its eigenbasis, where F and M act elementwise; float64."""
-
-    input_values: Tensor  # [groups, i]
-    output_values: Tensor  # [groups, o]
-    enter: Callable[[Tensor], Tensor]
-    fisher: Tensor  # [groups, o, i]
-    damped: Tensor
-
-    def conditions(self) -> dict[str, float]:
-        spectra = (self.input_values, self.output_values, self.damped.flatten(1))
-        # A layer with groups has several; the worst one counts.
-        worst = [float((values.amax(-1) / values.amin(-1)).max()) for values in spectra]
-        return dict(zip(SPECTRUM_KEYS, worst, strict=True))
-
-    def kl_terms(
-        self, average: Tensor, difference: Tensor | None, scalars: dict[str, float]
-    ) -> dict[str, float]:
-        s, beta, eta, damping = (scalars[name] for name in ("s", "beta", "eta", "damping"))
-        a = self.enter(average)
-        p = torch.zeros_like(a) if difference is None else self.enter(difference) - s * a
-        metric = self.fisher / self.damped**2  # Q
-        largest = float(self.fisher.max())
-        # Directions without curvature would make |F^-1/2 g| infinite; a floor at round-off keeps
-        # the bound valid and finite.
-        floor = max(largest * torch.finfo(torch.float64).eps, torch.finfo(torch.float64).tiny)
-        inverse = 1 / self.fisher.clamp(min=floor)
-        root_a, root_p = (math.sqrt(float((inverse * v * v).sum())) for v in (a, p))
-        return {
-            "orthogonal_norm": float(p.norm()),
-            "update_norm": abs(eta) * float(((a + beta * p) / self.damped).norm()),
-            "kl_base": eta**2 * float((metric * a * a).sum()),
-            "kl_cross": eta**2 * 2 * beta * float((metric * a * p).sum()),
-            "kl_orthogonal": eta**2 * beta**2 * float((metric * p * p).sum()),
-            "kl_cross_bound": eta**2 * 2 * abs(beta) * largest / damping * root_a * root_p,
-            "kl_orthogonal_bound": eta**2 * beta**2 * largest / (4 * damping) * root_p**2,
-        }
+def _conditions(spectrum: Spectrum) -> dict[str, float]:
+    spectra = (spectrum.input_values, spectrum.output_values, spectrum.damped.flatten(1))
+    # A layer with groups has several; the worst one counts.
+    worst = [float((values.amax(-1) / values.amin(-1)).max()) for values in spectra]
+    return dict(zip(SPECTRUM_KEYS, worst, strict=True))
 
 
-def _spectrum(state: Mapping[str, Any], shape: tuple[int, int]) -> _Spectrum:
-    inputs, outputs = (f.to(dtype=torch.float64) for f in stored_factors(state, shape))
-    (input_values, input_basis), (output_values, output_basis) = _eigen(inputs), _eigen(outputs)
-    fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
-    if "corrected_eigenvalues" in state:  # which belong to just the basis they were measured in
-        fisher = state["corrected_eigenvalues"].double()
-        input_basis, output_basis = (
-            basis if basis is None else basis.double()
-            for basis in (state.get("input_basis"), state.get("output_basis"))
-        )
-    if "input_eigenvalues" in state:  # damping_mode="exact"
-        damped = fisher + state["damping"]
-    else:
-        of_input, of_output = factored_shifts(inputs, outputs, state["damping"])
-        input_values = input_values + of_input.unsqueeze(-1)
-        output_values = output_values + of_output.unsqueeze(-1)
-        damped = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
-
-    def enter(v: Tensor) -> Tensor:
-        v = v if output_basis is None else output_basis.mT @ v
-        return v if input_basis is None else v @ input_basis
-
-    return _Spectrum(input_values, output_values, enter, fisher, damped)
-
-
-def _eigen(factor: Factor) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues and eigenvectors; a diagonal factor needs no change of basis."""
-    (values, *vectors), _ = factor.eigenbasis(torch.zeros_like(factor.mean_eigenvalue()))
-    return values, vectors[0] if vectors else None
+def _kl_terms(
+    spectrum: Spectrum, gradients: _Gradients, scalars: dict[str, float]
+) -> dict[str, float]:
+    s, beta, eta, damping = (scalars[name] for name in ("s", "beta", "eta", "damping"))
+    fisher, damped, d = spectrum.fisher, spectrum.damped, gradients.difference
+    a = spectrum.to_basis(gradients.average)
+    p = torch.zeros_like(a) if d is None else spectrum.to_basis(d) - s * a
+    metric = fisher / damped**2  # Q
+    largest = float(fisher.max())
+    # Directions without curvature would make |F^-1/2 g| infinite; a floor at round-off keeps the
+    # bound valid and finite.
+    floor = max(largest * torch.finfo(torch.float64).eps, torch.finfo(torch.float64).tiny)
+    inverse = 1 / fisher.clamp(min=floor)
+    root_a, root_p = (math.sqrt(float((inverse * v * v).sum())) for v in (a, p))
+    return {
+        "orthogonal_norm": float(p.norm()),
+        "update_norm": abs(eta) * float(((a + beta * p) / damped).norm()),
+        "kl_base": eta**2 * float((metric * a * a).sum()),
+        "kl_cross": eta**2 * 2 * beta * float((metric * a * p).sum()),
+        "kl_orthogonal": eta**2 * beta**2 * float((metric * p * p).sum()),
+        "kl_cross_bound": eta**2 * 2 * abs(beta) * largest / damping * root_a * root_p,
+        "kl_orthogonal_bound": eta**2 * beta**2 * largest / (4 * damping) * root_p**2,
+    }

@@ -13,7 +13,7 @@ from fop.linalg import Diagonal, Factor, Form, Gram
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
     """Curvature is kept in float32 or better: half precision breaks its decompositions."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 @dataclass

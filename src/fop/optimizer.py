@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
 from fop.distributed import GroupReference, describe, join_group
-from fop.engine import Engine
 from fop.examples import watch_batch
 from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
@@ -30,20 +29,15 @@ from fop.groups import (
 )
 from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
-from fop.rules import reference_lr
-from fop.scaling import LossScale, Number
+from fop.scaling import LossScale
 from fop.settings import (
     GROUP_OPTIONS,
-    Coefficient,
-    Fallback,
-    Fisher,
-    Interval,
-    Schedule,
     Settings,
-    Skip,
     check_group,
 )
+from fop.step import Engine
 from fop.trainers import explain_clipping, gather_where_trainers_save
+from fop.update import reference_lr
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,14 +82,14 @@ class SecondOrderOptimizer(Optimizer):
         """Build the engine and watch the layers; the hooks go when the optimizer does."""
         settings = self._settings
         self._wrapper, self._process_group = wrapper, GroupReference.to(process_group)
-        self._exchange = join_group(
+        self._ranks = join_group(
             self._model,
             wrapper,
             process_group,
             settings.strategy,
             lambda: describe(self, settings, self._model, [f.name for f in layers]),
         )
-        self._engine = Engine(settings, self._exchange, self._model)
+        self._engine = Engine(settings, self._ranks, self._model)
         take_over(use.module for found in layers for use in found.uses)
         # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
         self._engine_step = torch.compiler.disable(self._engine.step)
@@ -121,11 +115,11 @@ class SecondOrderOptimizer(Optimizer):
         names = {module: name for name, module in self._model.named_modules()}
         handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
-        self._engine.place()
+        self._engine.assign()
         self._engine.adopt(self.state)
         self._extra_pass: ExtraPass | None = None
         if self._engine.plan.curvature and settings.fisher_options["name"] != "empirical":
-            captures = [block.capture for block in self._engine.blocks]
+            captures = [layer.recorder for layer in self._engine.layers]
             self._extra_pass = ExtraPass(self._engine.plan, captures, settings)
             handles.append(attach_output(self._model, self._extra_pass))
         self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
@@ -206,26 +200,26 @@ class SecondOrderOptimizer(Optimizer):
         All ranks must call this, each time before `state_dict()`. Not needed on one process or with
         strategy="all", nor where a trainer saves.
         """
-        if to is not None and not 0 <= to < self._exchange.ranks:
-            raise ValueError(f"to must be a rank from 0 to {self._exchange.ranks - 1}, got {to!r}")
+        if to is not None and not 0 <= to < self._ranks.size:
+            raise ValueError(f"to must be a rank from 0 to {self._ranks.size - 1}, got {to!r}")
         if self._part is None:
             return
         mine = {
             index: {
                 key: value.cpu() if isinstance(value, Tensor) else value
-                for key, value in self.state.get(block.weight, {}).items()
-                if key in block.keys
+                for key, value in self.state.get(layer.weight, {}).items()
+                if key in layer.keys
             }
-            for index, block in enumerate(self._engine.blocks)
-            if self._exchange.owns(block)
+            for index, layer in enumerate(self._engine.layers)
+            if self._ranks.owns(layer)
         }
-        parts = self._exchange.collect(mine, to)
-        shards = self._collect_shards(to) if self._exchange.has_shards else {}
+        parts = self._ranks.gather_objects(mine, to, once=True)
+        shards = self._collect_shards(to) if self._ranks.partial_rows else {}
         if parts is not None:
-            blocks = self._engine.blocks
+            layers = self._engine.layers
             self._consolidated = shards
             for index, curvature in ((i, c) for part in parts if part for i, c in part.items()):
-                self._consolidated.setdefault(blocks[index].weight, {}).update(curvature)
+                self._consolidated.setdefault(layers[index].weight, {}).update(curvature)
 
     def _meet_trainers(self) -> None:
         explain_clipping(SecondOrderOptimizer)
@@ -239,7 +233,7 @@ class SecondOrderOptimizer(Optimizer):
             {k: v.cpu() for k, v in self.state.get(p, {}).items() if k in RULE_KEYS}
             for p in parameters
         ]
-        of_ranks = self._exchange.collect_shards(mine, to)
+        of_ranks = self._ranks.gather_objects(mine, to)
         if of_ranks is None:
             return {}
         return {
@@ -256,7 +250,7 @@ class SecondOrderOptimizer(Optimizer):
             return packed
         if self._consolidated is None:
             raise RuntimeError(
-                f"rank {self._exchange.index} keeps a part of the state only (the curvature of "
+                f"rank {self._ranks.index} keeps a part of the state only (the curvature of "
                 "some layers or, of a sharded model, some rows): call "
                 "optimizer.consolidate_state_dict() on all ranks after the last step and before "
                 "state_dict(), or consolidate_state_dict(to=0) to save on rank 0"
@@ -322,9 +316,9 @@ class SecondOrderOptimizer(Optimizer):
     @property
     def _part(self) -> tuple[int, int] | None:
         """Rank and number of ranks, where a rank keeps a part of the state only."""
-        exchange = self._exchange
-        partial = exchange.sharded or exchange.has_shards
-        return (exchange.index, exchange.ranks) if partial else None
+        ranks = self._ranks
+        partial = ranks.partial_curvature or ranks.partial_rows
+        return (ranks.index, ranks.size) if partial else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         part = state.pop("_part", None)
@@ -338,14 +332,14 @@ class SecondOrderOptimizer(Optimizer):
         if part is not None and part != self._part and self.steps:
             raise RuntimeError(
                 f"this optimizer was pickled on rank {part[0]} of {part[1]}, with that rank's part "
-                f"of the state, but this is rank {self._exchange.index} of {self._exchange.ranks}: "
+                f"of the state, but this is rank {self._ranks.index} of {self._ranks.size}: "
                 "call consolidate_state_dict() on all ranks, then save and load state_dict()"
             )
 
     def __repr__(self) -> str:
-        blocks = [block for block in self._engine.blocks if not block.capture.given_up]
-        lines = [f"{len(blocks)} layers with {self._settings.curvature} curvature"]
-        covered = {parameter for block in blocks for parameter in block.parameters}
+        layers = [layer for layer in self._engine.layers if not layer.recorder.given_up]
+        lines = [f"{len(layers)} layers with {self._settings.curvature} curvature"]
+        covered = {parameter for layer in layers for parameter in layer.parameters}
         rest = [
             name
             for group in self.param_groups
@@ -361,139 +355,6 @@ class SecondOrderOptimizer(Optimizer):
             options = (f"{name}: {group[name]}" for name in sorted(GROUP_OPTIONS))
             lines.append(f"group {number}, {len(group['params'])} parameters: {', '.join(options)}")
         return "\n    ".join([f"{type(self).__name__} (", *lines]) + "\n)"
-
-
-class FOP(SecondOrderOptimizer):
-    """KFAC, and the Fisher-orthogonal part of how the two halves of the batch differ.
-
-    Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
-    Linear layers, convolutions, embeddings and the projections of nn.MultiheadAttention are
-    preconditioned, all other parameters follow `fallback`; print the optimizer to see which.
-
-    Args:
-        model: The model to train (the module, not its parameters).
-        lr: Learning rate, a number or a tensor. While the KL clip is active, `kl_clip` sets the
-            length of a step, and lr what share of it is taken: all of it at this lr (or at a
-            larger one of a scheduler), a tenth of it at a tenth of this lr.
-        momentum: As in torch.optim.SGD; the velocity is kept as a displacement, so that a change of
-            lr does not rescale it.
-        weight_decay: As in torch.optim.SGD.
-        nesterov: As in torch.optim.SGD.
-        decoupled_weight_decay: Shrink the weights directly, as AdamW does, instead of adding to the
-            update.
-        damping: lambda, added to the curvature before it is inverted.
-        damping_mode: "factored" adds it to each Kronecker factor (Cholesky); "exact" to the whole
-            curvature (eigenvectors; tolerates less: use a 10 to 30 times larger value).
-        factor_decay: Weight of the past in the moving averages of the curvature.
-        update_every: Steps between refreshes of the curvature, or a function from the step (from 1)
-            to that number. {"steps": 10, "stagger": True} spreads the layers over the steps of an
-            interval, so that all steps cost about the same; each layer still has its refresh every
-            10 steps, and all of them on steps 1, 2 and 4. With "mc" and "exact" every step that
-            refreshes a layer needs the extra backward.
-        fisher: "empirical" takes it from the training loss's own backward; "mc" samples labels from
-            the model, one extra backward when the curvature is refreshed; "exact" takes all labels,
-            one extra backward each. These two are of classes unless said otherwise, as in
-            {"name": "mc", "likelihood": "gaussian"} (or "bernoulli"), and find the logits in what
-            the model returns: a tensor as it is, `.logits` or ["logits"], or the only tensor with
-            two dimensions or more; "model_output" in the dict is a function that picks another.
-        sharing: How weights shared over positions count: "expand" (every position on its own) or
-            "reduce" (summed per example).
-        max_factor_size: Widest Kronecker factor to be kept whole. A wider one (a vocabulary, say)
-            is kept as its diagonal, so that memory stays bounded.
-        beta: Weight of the orthogonal part: "adaptive" or a number.
-        eta: Step size of each layer: "adaptive" or a number.
-        total: Whether eta aims at the mean ("mean") or the sum ("sum", twice the step) of the
-            halves' losses.
-        kl_clip: Largest KL divergence, roughly, that a step may cause; None for no limit.
-        loss_reduction: Whether the loss is the "mean" or the "sum" over the examples of a step.
-        halves: "samples" splits every micro-batch, "microbatches" takes alternate backward passes,
-            "ranks" takes even and odd ranks. "auto" is "ranks" with several of them, else
-            "samples".
-        curvature: "kronecker"; "ekfac" for eigenvalues corrected in the Kronecker basis, damped
-            exactly whatever `damping_mode` is (with several ranks, it needs strategy="all"); or
-            "identity" for none.
-        fallback: Optimizer for all other parameters: "adamw", or "sgd" with the momentum above. A
-            dict has its options: {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
-            are the defaults, {"name": "sgd", "lr": 0.05} an SGD that does not take `lr`. This
-            learning rate holds while `lr` is as given here, and follows its schedule in proportion.
-        norms: Normalisation layers use the "fallback", or are preconditioned "unitwise": with the
-            exact curvature of each scale and shift, a 2 x 2 matrix.
-        strategy: How several ranks share curvature. "owner": each layer's is kept and used by one
-            of them (least memory); "all": by every rank (least latency); a number k: by one of
-            every k, say, those of a host.
-        process_group: The ranks that train this model together; None for all of them, or those of
-            DistributedDataParallel.
-        skip: Layers to leave to the fallback: name patterns, module types or modules.
-        param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
-            their own lr, momentum, weight_decay, nesterov, damping or fallback_lr. Parameters in
-            none of them form a group of their own. Weight and bias of a layer may be in two groups:
-            each has its own options, but for what belongs to the layer as a whole, its damping and
-            its term of the KL clip, which are the weight's.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: Number = 0.1,
-        *,
-        momentum: float = 0.7,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        decoupled_weight_decay: bool = False,
-        damping: float = 1e-3,
-        damping_mode: Literal["factored", "exact"] = "factored",
-        factor_decay: float = 0.95,
-        update_every: Interval | Schedule = 10,
-        fisher: Literal["empirical", "mc", "exact"] | Fisher = "empirical",
-        sharing: Literal["expand", "reduce"] = "expand",
-        max_factor_size: int = 8192,
-        beta: Coefficient = "adaptive",
-        eta: Coefficient = "adaptive",
-        total: Literal["mean", "sum"] = "mean",
-        kl_clip: float | None = 1e-3,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        halves: Literal["auto", "samples", "microbatches", "ranks"] = "auto",
-        curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
-        fallback: Literal["adamw", "sgd"] | Fallback = "adamw",
-        norms: Literal["fallback", "unitwise"] = "fallback",
-        strategy: Literal["owner", "all"] | int = "owner",
-        process_group: ProcessGroup | None = None,
-        skip: Skip | Iterable[Skip] = (),
-        param_groups: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        super().__init__(model, Settings.of(locals()))
-
-
-class KFAC(SecondOrderOptimizer):
-    """`FOP` without the projection: the preconditioned gradient. Arguments as for `FOP`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: Number = 0.1,
-        *,
-        momentum: float = 0.7,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        decoupled_weight_decay: bool = False,
-        damping: float = 1e-3,
-        damping_mode: Literal["factored", "exact"] = "factored",
-        factor_decay: float = 0.95,
-        update_every: Interval | Schedule = 10,
-        fisher: Literal["empirical", "mc", "exact"] | Fisher = "empirical",
-        sharing: Literal["expand", "reduce"] = "expand",
-        max_factor_size: int = 8192,
-        kl_clip: float | None = 1e-3,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        curvature: Literal["kronecker", "ekfac", "identity"] = "kronecker",
-        fallback: Literal["adamw", "sgd"] | Fallback = "adamw",
-        norms: Literal["fallback", "unitwise"] = "fallback",
-        strategy: Literal["owner", "all"] | int = "owner",
-        process_group: ProcessGroup | None = None,
-        skip: Skip | Iterable[Skip] = (),
-        param_groups: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        super().__init__(model, Settings.of(locals(), beta=0.0, eta=1.0))
 
 
 def _as_tensor(loss: Any) -> Tensor | None:

@@ -1,11 +1,11 @@
-"""The Fisher-orthogonal projection of one layer, over any metric.
+"""The Fisher-orthogonal projection, over any metric, for several layers of one shape at a time.
 
-The paper's Eqs. projection_scalar to eta_l_opt:
+The paper's Eqs. projection_scalar to eta_l_opt. For each of L layers, stacked along dimension 0:
 
-    a   g_avg, the ordinary gradient               [groups, o, i]
-    d   g_diff = g1 - g2 of the batch's halves     [groups, o, i]
+    a   g_avg, the ordinary gradient               [L groups, o, i]
+    d   g_diff = g1 - g2 of the two half-batches   [L groups, o, i]
     F   curvature,  M  damped curvature            given as products F V and M^-1 V
-    s     = <d, F a> / <a, F a>
+    s     = <d, F a> / <a, F a>                    [L], as all scalars that follow
     p     = d - s a                                F-orthogonal to a
     D, E, q = <a, M^-1 p>, <p, M^-1 p>, <a, M^-1 a>
     beta  = D / E
@@ -16,53 +16,47 @@ The paper's Eqs. projection_scalar to eta_l_opt:
 With M^-1 = R^T S R, all of it in terms of R a and R d: three two-sided products (F a and, in the
 worst case, S R a and S R p; in the best, R a, R d and R^T (R c) are half of one each). Scalars stay
 on the device.
+
+Example: with F = M = I, a = (1, 0) and d = (1, 1), s = 1 and p = (0, 1), so D = 0, beta = 0, u = a.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from fop.settings import Coefficient
+Coefficient = float | Literal["adaptive"]
 
 # Below this share of q the orthogonal part is round-off, and beta = D / E would be noise.
 NEGLIGIBLE = 1e-12
 
 
-@dataclass(frozen=True)
-class Gradient:
-    """v and R v."""
-
-    given: Tensor
-    entered: Tensor
-
-
 class Metric(Protocol):
-    """Curvature of one layer, with M^-1 = R^T S R."""
+    """Curvature of stacked layers of one shape, with M^-1 = R^T S R; v is [L groups, o, i]."""
 
-    def enter(self, v: Tensor) -> Tensor:
-        """R v, or v itself where R is nothing."""
+    def to_basis(self, v: Tensor) -> Tensor:
+        """R v, or v itself where R is the identity."""
         ...
 
     def solve(self, v: Tensor) -> Tensor:
-        """S v, which the caller may overwrite; v itself only if S is nothing and R is not."""
+        """S v, which the caller may overwrite; v itself only if S is the identity and R is not."""
         ...
 
-    def leave(self, v: Tensor) -> Tensor:
+    def from_basis(self, v: Tensor) -> Tensor:
         """R^T v, in place or not."""
         ...
 
-    def along_fisher(self, a: Gradient, d: Gradient) -> tuple[Tensor, Tensor]:
-        """<a, F a> and <d, F a>"""
+    def fisher_product(self, a: Tensor, a_in_basis: Tensor) -> tuple[Tensor, bool]:
+        """F a, or R^-T F a where that costs less: true if so, and then for products with R v."""
         ...
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """One layer's scalars, all 0-dimensional tensors on its device."""
+    """The scalars of L layers, all [L] on their device; of one of them, 0-dimensional."""
 
     s: Tensor
     beta: Tensor
@@ -70,6 +64,9 @@ class Coefficients:
     q: Tensor
     D: Tensor
     E: Tensor
+
+    def of_layer(self, index: int) -> Coefficients:
+        return Coefficients(*(getattr(self, field.name)[index] for field in fields(self)))
 
     @property
     def combined_square(self) -> Tensor:
@@ -88,8 +85,20 @@ class Coefficients:
         return torch.where(product > 0, self.D**2 / product, 0.0)
 
 
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    return torch.dot(a.reshape(-1), b.reshape(-1))
+def inner(a: Tensor, b: Tensor, layers: int = 1) -> Tensor:
+    """<a, b> of each of the stacked layers, [layers]."""
+    if layers == 1:
+        return torch.dot(a.reshape(-1), b.reshape(-1)).reshape(1)
+    product = torch.bmm(a.reshape(layers, 1, -1), b.reshape(layers, -1, 1))
+    return product.reshape(layers)
+
+
+def spread(scalars: Tensor, like: Tensor) -> Tensor:
+    """One scalar per layer [L], to be broadcast over stacked matrices [L groups, o, i]."""
+    layers, matrices = len(scalars), len(like)
+    if layers not in (1, matrices):
+        scalars = scalars.repeat_interleave(matrices // layers)
+    return scalars.reshape(-1, 1, 1)
 
 
 def projection_scalar(a_along: Tensor, d_along: Tensor, eps: float = 0.0) -> Tensor:
@@ -120,29 +129,32 @@ def fop_update(
     beta: Coefficient,
     eta: Coefficient,
     k: float,
+    layers: int = 1,
 ) -> tuple[Tensor, Coefficients]:
-    """The update u of one layer and its scalars. Without d (no halves) it is k times KFAC.
+    """The updates u of stacked layers and their scalars. Without d it is k times KFAC.
 
     d is overwritten: few matrices are to be alive at a time.
     """
-    entered = metric.enter(a)
+    in_basis = metric.to_basis(a)
     p = None
-    s = torch.zeros((), dtype=a.dtype, device=a.device)
+    s = torch.zeros(layers, dtype=a.dtype, device=a.device)
     if d is not None:
-        other = metric.enter(d)
-        gradients = Gradient(a, entered), Gradient(d, other)
-        s = projection_scalar(*metric.along_fisher(*gradients))
-        p = other.addcmul_(entered, s, value=-1)
-        del d, other, gradients
-    solved = metric.solve(entered)
-    q = inner(entered, solved)
+        other = metric.to_basis(d)
+        product, by_basis = metric.fisher_product(a, in_basis)
+        pair = (in_basis, other) if by_basis else (a, d)
+        along = [inner(v, product, layers) for v in pair]
+        s = projection_scalar(along[0], along[1])
+        p = other.addcmul_(in_basis, spread(s, other), value=-1)
+        del d, other, product, pair
+    solved = metric.solve(in_basis)
+    q = inner(in_basis, solved, layers)
     weight = D = E = torch.zeros_like(q)
     if p is not None:
         solved_p = metric.solve(p)
-        D, E = inner(entered, solved_p), inner(p, solved_p)
+        D, E = inner(in_basis, solved_p, layers), inner(p, solved_p, layers)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
-        solved.addcmul_(solved_p, weight)
+        solved.addcmul_(solved_p, spread(weight, solved))
     step = optimal_eta(q, D, E, weight, k) if eta == "adaptive" else torch.full_like(q, eta)
     if eta != 1.0:
-        solved.mul_(step)
-    return metric.leave(solved), Coefficients(s, weight, step, q, D, E)
+        solved.mul_(spread(step, solved))
+    return metric.from_basis(solved), Coefficients(s, weight, step, q, D, E)

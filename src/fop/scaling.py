@@ -1,4 +1,4 @@
-"""The one place that knows how loss reduction and batch size enter gradients and curvature.
+"""The one place that knows how loss reduction, batch size, ranks and loss scale enter a step.
 
 Backward passes leave raw sums; they are divided here, once. Then one batch, and the same examples
 in k micro-batches or on R ranks, give the same step. R ranks train the mean of their losses.
@@ -6,20 +6,22 @@ in k micro-batches or on R ranks, give the same step. R ranks train the mean of 
     N      examples in the step, all micro-batches and ranks together
     R      ranks
     rows   examples times shared positions, N S
-    H1, H2 the parts of `p.grad` that the two halves of the batch contributed, H1 + H2 = p.grad
+    H1, H2 the parts of `p.grad` that the two half-batches contributed, H1 + H2 = p.grad
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-# Counts are plain numbers on one process, and 0-dimensional tensors where they were summed over
-# ranks.
+from fop.moments import FactorSums
+from fop.projection import spread
+
+# Counts are plain numbers on one process, and tensors where they were summed over ranks.
 Number = float | Tensor
 
 
@@ -44,55 +46,78 @@ class LossScale:
         """
         if self.inverse is not None:
             return self.inverse
-        if self.scaler is not None:  # a host read, which steps that renew curvature have anyway
+        if self.scaler is not None:  # a host read, which steps that refresh curvature have anyway
             return torch.full_like(gradient_ratio, 1 / self.scaler.get_scale())
         return gradient_ratio
 
 
-def factor_scales(
-    *, examples: float, rows: float, sharing: str, reduction: str, ranks: int = 1
-) -> tuple[float, float]:
-    """What turns the raw sums of x x^T and g g^T into the Kronecker factors A and G.
+def unscaled(gradients: Sequence[Tensor], loss_scale: LossScale | None) -> Sequence[Tensor]:
+    """Gradients without the loss scale of mixed precision, where they still carry it."""
+    if loss_scale is None or loss_scale.inverse is None:
+        return gradients
+    inverse = loss_scale.inverse
+    return [gradient * inverse.to(gradient) for gradient in gradients]
+
+
+def mean_over_ranks(total: Tensor, ranks: int) -> Tensor:
+    """Gradients of the ranks' losses, summed, as that of their mean; in place."""
+    return total.div_(ranks)
+
+
+def term_weight(terms: int, reduction: str) -> float:
+    """Of one of the terms of an example's own loss, under a loss that is a mean or a sum."""
+    return 1.0 / terms if reduction == "mean" else 1.0
+
+
+def to_means(
+    sums: FactorSums, *, sharing: str, reduction: str, ranks: int, loss_scale: Tensor | None
+) -> None:
+    """Make raw sums the Kronecker factors A and G, and mean squares, in place.
 
     `g` was seen by a hook under the rank's own loss. Under a mean loss, of which each rank has 1/R,
-    it is R/N of the gradient of the example's own loss, and G is quadratic in it. Under a sum loss
-    it is that gradient.
+    it is R/N of the gradient of the example's own loss, and G and squares are quadratic in it.
+    Under a sum loss it is that gradient. `loss_scale` undoes that of mixed precision.
     """
+    examples, rows = sums.examples, sums.rows
     per_example = examples / ranks if reduction == "mean" else 1.0
-    output_count = rows if sharing == "expand" else examples
-    return 1.0 / examples, per_example**2 / output_count
-
-
-def square_scale(*, examples: float, reduction: str, ranks: int = 1) -> float:
-    """What turns the raw sum of squared per-example gradients into their mean; see above."""
-    per_example = examples / ranks if reduction == "mean" else 1.0
-    return per_example**2 / examples
+    quadratic = [(sums.outputs.values, rows if sharing == "expand" else examples)]
+    if sums.squares is not None:
+        quadratic.append((sums.squares, examples))
+    sums.inputs.mul_(1.0 / examples)
+    for values, count in quadratic:
+        if loss_scale is not None:
+            values.mul_(loss_scale.to(values) ** 2)  # first: it only shrinks
+        values.mul_(per_example**2 / count)
 
 
 def half_difference(
-    average: Tensor, signed: Tensor, first: Any, second: Any, rescale: Tensor | None
+    average: Tensor, difference: Tensor, first: Number, second: Number, rescale: Tensor | None
 ) -> Tensor | None:
     """g1 - g2 on the scale of the gradient: N/n1 H1 - N/n2 H2, from H1 + H2 and H1 - H2.
 
-    `first` and `second`, n1 and n2, are `Number`s, both of one kind.
-    `rescale` is 0-dimensional and brings `signed` to the scale of `average`. With equal halves the
-    result is twice the rescaled `signed`. An empty half leaves nothing to compare: None, or zeros
-    where the counts are on the device.
+    For stacked layers [L groups, o, i]. `first` and `second`, n1 and n2, are two numbers for all of
+    them, or two tensors [L]. `rescale` [L] brings `difference` to the scale of `average`. With
+    equal halves the result is twice the rescaled `difference`. An empty half leaves nothing to
+    compare: None, or zeros where the counts are on the device.
     """
-    on_device = isinstance(first, Tensor)
-    if not on_device and (first == 0 or second == 0):
-        return None
-    total = first + second
-    one, two = total / (2 * first), total / (2 * second)
-    of_signed, of_average = one + two, one - two
-    if on_device:
+    if isinstance(first, Tensor):
         both = (first > 0) & (second > 0)
-        of_signed = torch.where(both, of_signed, 0.0).to(average)
-        of_average = torch.where(both, of_average, 0.0).to(average)
-    difference: Tensor = signed * (of_signed if rescale is None else of_signed * rescale.to(signed))
-    if not on_device and of_average == 0:
-        return difference
-    return difference.add_(average * of_average)
+        of_one, of_two = ((first + second) / (2 * n) for n in (first, second))
+        of_difference, of_average = (
+            torch.where(both, weight, 0.0).to(average)
+            for weight in (of_one + of_two, of_one - of_two)
+        )
+        if rescale is not None:
+            of_difference = of_difference * rescale.to(average)
+        found = difference * spread(of_difference, average)
+        return found.addcmul_(average, spread(of_average, average))
+    if first == 0 or second == 0:
+        return None
+    one, two = ((first + second) / (2 * n) for n in (first, second))
+    found = difference * (one + two)
+    if rescale is not None:
+        found.mul_(spread(rescale.to(average), average))
+    return found if one == two else found.add_(average, alpha=float(one - two))
 
 
 def noise_scale(average_square: float, difference_square: float, first: int, second: int) -> float:

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 from torch import Tensor, nn
 
 from fop import validate
+from fop.curvature.base import Curvature
+from fop.projection import Coefficient
+from fop.rules import DampingRule, FixedDamping, KLClip, StepRule
 from fop.scaling import Number
 from fop.validate import Check, number, one_of, unless, whole
 
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Interval = int | Callable[[int], int]
-Coefficient = float | Literal["adaptive"]
 Skip = str | type[nn.Module] | nn.Module
 
 # Curvature of the very first batch is a poor guide for a whole interval, so it is refreshed on
@@ -134,6 +136,17 @@ def _choice(*names: str, projects: bool = False) -> Any:
     return _option(names[0], one_of(*names), projects=projects)
 
 
+def _rule_or(kind: type, check: Check) -> Check:
+    """A value that is a rule itself, or what the check takes."""
+
+    def checked(name: str, value: object) -> None:
+        if isinstance(value, type) or not isinstance(value, kind):
+            check(name, value)
+
+    return checked
+
+
+_DAMPING = number(low=0.0, low_open=True)
 _COEFFICIENT = unless("adaptive", number(hint=' or "adaptive"'))
 _CLIP = number(low=0.0, low_open=True, hint=" or None to switch it off")
 
@@ -147,7 +160,7 @@ class Settings:
     weight_decay: float = _option(0.0, number(low=0.0), per_group=True)
     nesterov: bool = _option(False, validate.flag, per_group=True)
     decoupled_weight_decay: bool = _option(False, validate.flag)
-    damping: float = _option(1e-3, number(low=0.0, low_open=True), per_group=True)
+    damping: float | DampingRule = _option(1e-3, _rule_or(DampingRule, _DAMPING), per_group=True)
     damping_mode: Literal["factored", "exact"] = _choice("factored", "exact")
     factor_decay: float = _option(0.95, number(low=0.0, high=1.0, high_open=True))
     update_every: Interval | Schedule = _option(10, _schedule)
@@ -157,12 +170,14 @@ class Settings:
     beta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     eta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     total: Literal["mean", "sum"] = _choice("mean", "sum", projects=True)
-    kl_clip: float | None = _option(1e-3, unless(None, _CLIP))
+    kl_clip: float | StepRule | None = _option(1e-3, _rule_or(StepRule, unless(None, _CLIP)))
     loss_reduction: Literal["mean", "sum"] = _choice("mean", "sum")
     halves: Literal["auto", "samples", "microbatches", "ranks"] = _choice(
         "auto", "samples", "microbatches", "ranks", projects=True
     )
-    curvature: Literal["kronecker", "ekfac", "identity"] = _choice("kronecker", "ekfac", "identity")
+    curvature: Literal["kronecker", "ekfac", "diagonal", "identity"] | Curvature = _option(
+        "kronecker", _rule_or(Curvature, one_of("kronecker", "ekfac", "diagonal", "identity"))
+    )
     fallback: Literal["adamw", "sgd"] | Fallback = _option("adamw", _named(FALLBACKS))
     norms: Literal["fallback", "unitwise"] = _choice("fallback", "unitwise")
     strategy: Literal["owner", "all"] | int = _option("owner", _strategy)
@@ -186,7 +201,8 @@ class Settings:
     @property
     def of_groups(self) -> dict[str, Any]:
         """What parameter groups have, unless they set it themselves."""
-        return {name: getattr(self, name) for name in _PER_GROUP}
+        found = {name: getattr(self, name) for name in _PER_GROUP}
+        return {**found, "damping": self.damping_rule.initial}
 
     @cached_property
     def fallback_of_groups(self) -> dict[str, Any]:
@@ -209,6 +225,26 @@ class Settings:
     @cached_property
     def schedule(self) -> Schedule:
         return cast(Schedule, {"stagger": False} | _as_dict(self.update_every, "steps"))
+
+    def halves_among(self, ranks: int) -> str:
+        """What the two half-batches are made of, with so many ranks."""
+        if self.halves == "auto":
+            return "samples" if ranks == 1 else "ranks"
+        if self.halves == "ranks" and ranks == 1:
+            raise ValueError(
+                'halves="ranks" takes even and odd ranks of a process group as the two halves, but '
+                'this is a single process: use "samples", or "auto" to have both cases served'
+            )
+        return self.halves
+
+    @cached_property
+    def damping_rule(self) -> DampingRule:
+        rule = self.damping
+        return rule if isinstance(rule, DampingRule) else FixedDamping(rule)
+
+    @cached_property
+    def step_rule(self) -> StepRule:
+        return self.kl_clip if isinstance(self.kl_clip, StepRule) else KLClip(self.kl_clip)
 
     @property
     def needs_halves(self) -> bool:
@@ -241,8 +277,6 @@ class Settings:
 
     def refresh_due(self, step: int, phase: int = 0) -> bool:
         """Whether a layer's curvature is refreshed on `step`, counted from 1."""
-        if self.curvature == "identity":
-            return False
         return step in EARLY_REFRESH_STEPS or (step - 1 - phase) % self.interval(step) == 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -26,13 +25,6 @@ def local(tensor: Any) -> Tensor:
     return shard
 
 
-def stand_in(parameter: Tensor) -> Tensor:
-    """Something with the whole parameter's shape, to ask for shapes; taking rows costs nothing."""
-    if not is_sharded(parameter):
-        return parameter
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-
-
 def own_rows(parameter: Any) -> slice:
     """Of the whole parameter, the rows that this rank has."""
     if not is_sharded(parameter):
@@ -41,15 +33,6 @@ def own_rows(parameter: Any) -> slice:
     each = -(-rows // mesh.size())
     start = min(rows, each * mesh.get_local_rank())
     return slice(start, min(rows, start + each))
-
-
-def padded(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A copy of the rank's rows with zeros for all others: over the ranks these add up."""
-    if not is_sharded(parameter):
-        return shard.clone()
-    whole = torch.zeros(parameter.shape, dtype=shard.dtype, device=shard.device)
-    whole[own_rows(parameter)] = shard
-    return whole
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:

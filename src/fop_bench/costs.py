@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from fop.costs import FOP_PASSES, KFAC_PASSES, Passes, Work, owner_cost
-from fop.distributed.placement import place
+from fop.distributed.placement import assign_owners
 from fop_bench.schema import Count, Name, NonNegative, OrInfinite
 
 BYTES = 4  # of a number: gradients, factors and updates travel in float32
@@ -185,7 +185,7 @@ def busiest(
     costs = [owner_cost(layer.work, interval, passes) for layer in layers]
     owned: dict[int, list[LayerShape]] = {}
     loads: dict[int, float] = {}
-    for layer, owner, cost in zip(layers, place(costs, ranks), costs, strict=True):
+    for layer, owner, cost in zip(layers, assign_owners(costs, ranks), costs, strict=True):
         owned.setdefault(owner, []).append(layer)
         loads[owner] = loads.get(owner, 0.0) + cost
     return owned[max(loads, key=lambda owner: loads[owner])] if loads else []

@@ -96,8 +96,8 @@ def bytes_of_a_step(device: torch.device, ranks: Ranks) -> dict[str, float]:
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
         if step == 4:
-            before = dict(optimizer._exchange.comm.sent)  # type: ignore[attr-defined]
-    after = optimizer._exchange.comm.sent  # type: ignore[attr-defined]
+            before = dict(optimizer._ranks.comm.sent)  # type: ignore[attr-defined]
+    after = optimizer._ranks.comm.sent  # type: ignore[attr-defined]
     return {what: (after[what] - before.get(what, 0)) / 5 for what in after}
 
 

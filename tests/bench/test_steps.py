@@ -350,7 +350,7 @@ class TestProfile:
 
     def test_says_when_a_function_is_gone(self) -> None:
         with pytest.raises(AttributeError, match="PHASES"):
-            profile.resolve("fop.engine:Engine.gone")
+            profile.resolve("fop.step:Engine.gone")
 
 
 class TestCell:

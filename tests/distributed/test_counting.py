@@ -67,9 +67,9 @@ def a_rank_with_one_example(rank: Rank) -> None:
     expected, _ = trained(rank, lambda: RowOfPositions(twin=True), sizes, wrapped=None)
     for wrapped in (True, False):
         found, optimizer = trained(rank, RowOfPositions, sizes, wrapped=wrapped)
-        [places] = [b for b in optimizer._engine.blocks if b.name == "places"]
-        assert (places.capture.mismatch is None) is (rank.index == 0)
-        assert places.capture.given_up
+        [places] = [b for b in optimizer._engine.layers if b.name == "places"]
+        assert (places.recorder.mismatch is None) is (rank.index == 0)
+        assert places.recorder.given_up
         assert_same(found, expected, 1e-9)
 
 
@@ -101,11 +101,11 @@ def a_call_that_fits_no_more_on_one_rank(rank: Rank) -> None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     optimizer.step()
-                _, block = optimizer._engine.blocks
-                if step == 3 and build is fop.FOP and optimizer._exchange.owns(block):
+                _, block = optimizer._engine.layers
+                if step == 3 and build is fop.FOP and optimizer._ranks.owns(block):
                     assert float(optimizer._engine.coefficients["last"].beta) == 0.0
                 # With KFAC nothing is captured on a plain step, so nothing is amiss.
-                assert block.capture.given_up is (build is fop.FOP and step >= 4)
+                assert block.recorder.given_up is (build is fop.FOP and step >= 4)
             flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
             first = flat.clone()
             torch.distributed.broadcast(first, 0)

@@ -39,7 +39,7 @@ def factors_fall_with_the_number_of_ranks(rank: Rank) -> None:
     keys = ("input_factor", "output_factor", "input_inverse", "output_inverse")
     _, optimizer = together(rank, fop.FOP, [4] * rank.ranks)
     mine = [
-        block.name for block in optimizer._engine.blocks if keys[0] in optimizer.state[block.weight]
+        block.name for block in optimizer._engine.layers if keys[0] in optimizer.state[block.weight]
     ]
     everyone: list[Any] = [None] * rank.ranks
     dist.all_gather_object(everyone, mine)
@@ -47,7 +47,7 @@ def factors_fall_with_the_number_of_ranks(rank: Rank) -> None:
     if rank.ranks > 1:
         assert max(map(len, everyone)) < 3
     _, optimizer = together(rank, fop.FOP, [4] * rank.ranks, strategy="all")
-    assert all(keys[0] in optimizer.state[block.weight] for block in optimizer._engine.blocks)
+    assert all(keys[0] in optimizer.state[block.weight] for block in optimizer._engine.layers)
 
 
 def a_partial_state_is_refused(rank: Rank) -> None:
@@ -66,7 +66,7 @@ def a_partial_state_is_refused(rank: Rank) -> None:
         raises(RuntimeError, "consolidate_state_dict()", optimizer.state_dict)
     optimizer.consolidate_state_dict()
     state = optimizer.state_dict()["state"]
-    weights = [block.weight for block in optimizer._engine.blocks]
+    weights = [block.weight for block in optimizer._engine.layers]
     order = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(order):
         assert ("input_inverse" in state[number]) == any(parameter is w for w in weights)
@@ -147,7 +147,7 @@ def a_nan_on_one_rank_makes_all_skip(rank: Rank) -> None:
                 optimizer.step()
                 assert same(snapshot(model), before) == (step == bad_step)
                 assert all(bool(p.isfinite().all()) for p in model.parameters())
-            for block in optimizer._engine.blocks:
+            for block in optimizer._engine.layers:
                 own = optimizer.state[block.weight]
                 assert all(
                     bool(v.isfinite().all()) for v in own.values() if isinstance(v, torch.Tensor)
@@ -162,10 +162,10 @@ def a_nan_only_in_the_curvature_makes_all_skip(rank: Rank) -> None:
     x, y = batches([4] * rank.ranks)[rank.index]
     cross_entropy(model(x), y).backward()
     if rank.index == 0:
-        optimizer._engine.blocks[0].capture.sums.inputs.values.fill_(math.nan)
+        optimizer._engine.layers[0].recorder.sums.inputs.values.fill_(math.nan)
     optimizer.step()
     assert same(snapshot(model), before)
-    assert all("input_factor" not in optimizer.state[b.weight] for b in optimizer._engine.blocks)
+    assert all("input_factor" not in optimizer.state[b.weight] for b in optimizer._engine.layers)
     assert optimizer.param_groups[0]["refresh_overdue"]
 
 
@@ -206,8 +206,8 @@ def an_error_on_one_rank_reaches_all(rank: Rank) -> None:
         x, y = batches([4] * rank.ranks)[rank.index]
         cross_entropy(model(x), y).backward()
         if rank.index == 1:
-            optimizer._engine.blocks[0].weight.grad = None
-            optimizer._engine.blocks[0].capture.replaced = True
+            optimizer._engine.layers[0].weight.grad = None
+            optimizer._engine.layers[0].recorder.replaced = True
             raises(RuntimeError, "layer 'first' was replaced", optimizer.step)
         else:
             raises(RuntimeError, "1 of", optimizer.step)
@@ -252,13 +252,13 @@ def messages_leave_in_the_pass_that_synchronises(rank: Rank) -> None:
     x, y = batches([4] * rank.ranks)[rank.index]
     with model.no_sync():
         cross_entropy(model(x), y).backward()
-    assert optimizer._exchange._outbox is None
+    assert optimizer._ranks._queue is None
     cross_entropy(model(x), y).backward()
-    outbox = optimizer._exchange._outbox
-    assert outbox.closed
-    assert all(outbox.sent[kind] for kind in ("curvature", "difference"))
+    queue = optimizer._ranks._queue
+    assert queue.closed
+    assert all(queue.started[kind] for kind in ("curvature sums", "differences"))
     optimizer.step()
-    assert not outbox.outdated
+    assert not queue.outdated
 
 
 def messages_are_what_was_promised(rank: Rank) -> None:
@@ -274,7 +274,7 @@ def messages_are_what_was_promised(rank: Rank) -> None:
         (True, fop.KFAC, "all", 0),
     ):
         _, optimizer = together(rank, kind, [4] * rank.ranks, wrapped=wrapped, strategy=strategy)
-        comm = optimizer._exchange.comm
+        comm = optimizer._ranks.comm
         before = dict(comm.sent)
         model = optimizer._model
         module = DistributedDataParallel(model) if wrapped else model
@@ -282,7 +282,7 @@ def messages_are_what_was_promised(rank: Rank) -> None:
         optimizer.zero_grad()
         cross_entropy(module(x), y).backward()
         optimizer.step()
-        in_layers = sum(p.numel() for b in optimizer._engine.blocks for p in b.parameters)
+        in_layers = sum(p.numel() for b in optimizer._engine.layers for p in b.parameters)
         whole = 8 * in_layers * (rank.ranks - 1) / rank.ranks
         sent = {k: v - before.get(k, 0) for k, v in comm.sent.items()}
         large = sum(sent.get(k, 0) for k in ("averages", "differences", "updates"))

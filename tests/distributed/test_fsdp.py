@@ -336,7 +336,7 @@ def what_is_not_supported_is_refused_in_the_loop(rank: Rank) -> None:
     optimizer.found_inf = torch.zeros(())
     with pytest.raises(NotImplementedError, match="GradScaler is not supported"):
         optimizer.step()
-    capture = sharded(rank, fop.FOP, net)[1]._engine.blocks[0].capture
+    capture = sharded(rank, fop.FOP, net)[1]._engine.layers[0].recorder
     elsewhere = nn.Parameter(torch.empty(capture.weight.shape, device="meta"))
     with pytest.raises(NotImplementedError, match="CPUOffloadPolicy is not supported"):
         capture.tracks(elsewhere)
@@ -350,7 +350,7 @@ def bytes_sent(rank: Rank) -> None:
     count = sum(p.numel() for n, p in model.named_parameters() if n.startswith(layers))
     volume = 8 * count * (rank.ranks - 1) / rank.ranks
     for kind in ("averages", "differences", "updates"):
-        assert math.isclose(optimizer._exchange.comm.sent[kind], volume, abs_tol=8)
+        assert math.isclose(optimizer._ranks.comm.sent[kind], volume, abs_tol=8)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import fop
-from fop.distributed import shared
+from fop.distributed import group
 from fop.linalg import device
 from tests.common import same
 from tests.distributed.launch import Check, Rank, run
@@ -233,7 +233,7 @@ def test_all_ranks_hear_of_one_that_differs() -> None:
 def start_alone(index: int, port: int, directory: Path, how: str) -> None:
     """What a rank does that the other one does not; both write down their errors."""
     torch.set_num_threads(1)
-    shared.PATIENCE = timedelta(seconds=2)
+    group.PATIENCE = timedelta(seconds=2)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     early = fop.FOP(net()) if how == "build early" else None
     dist.init_process_group("gloo", store=store, rank=index, world_size=2)

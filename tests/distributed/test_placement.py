@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import fop
-from fop.distributed.outbox import Channel, Outbox
-from fop.distributed.packing import Parcel, into_buckets
-from fop.distributed.placement import Work, cost, lower_bound, place
+from fop.costs import Work
+from fop.costs import owner_cost as cost
+from fop.distributed.buckets import Item, Quantity, ReduceQueue, into_buckets
+from fop.distributed.placement import assign_owners as place
+from fop.distributed.placement import lower_bound
 from fop_bench.models.resnet import imagenet_resnet50
 from fop_bench.models.t2t_vit import t2t_vit_14
 
@@ -47,12 +49,12 @@ def test_more_ranks_than_layers_leave_some_without_work() -> None:
 
 
 def test_buckets_hold_one_owner_up_to_the_limit_in_the_order_of_completion() -> None:
-    def parcel(key: int, owner: int, numel: int) -> Parcel:
-        return Parcel(key, owner, ((numel,),), torch.float32, torch.device("cpu"))
+    def item(key: int, owner: int, numel: int) -> Item:
+        return Item(key, owner, ((numel,),), torch.float32, torch.device("cpu"))
 
-    parcels = [parcel(0, 0, 4), parcel(1, 1, 4), parcel(2, 0, 4), parcel(3, 0, 4), parcel(4, 1, 9)]
-    buckets = into_buckets(parcels, limit=32)
-    assert [[p.key for p in bucket.parcels] for bucket in buckets] == [[0, 2], [1], [3], [4]]
+    items = [item(0, 0, 4), item(1, 1, 4), item(2, 0, 4), item(3, 0, 4), item(4, 1, 9)]
+    buckets = into_buckets(items, limit=32)
+    assert [[p.key for p in bucket.items] for bucket in buckets] == [[0, 2], [1], [3], [4]]
     flat = buckets[0].empty()
     views = buckets[0].views(flat)
     views[0][0].fill_(1.0)
@@ -73,29 +75,27 @@ class RecordingComm:
 def test_messages_leave_when_complete_but_always_in_the_same_order() -> None:
     """Autograd may complete layers in another order on every rank."""
 
-    def parcel(key: str, owner: int) -> Parcel:
-        return Parcel(key, owner, ((1,),), torch.float32, torch.device("cpu"))
+    def item(key: str, owner: int) -> Item:
+        return Item(key, owner, ((1,),), torch.float32, torch.device("cpu"))
 
     def pack(key: str, places: list[torch.Tensor]) -> None:
         places[0].fill_("abc".index(key))
 
     comm = RecordingComm()
-    channel = Channel(
-        "difference", "differences", [parcel(k, n) for n, k in enumerate("cba")], pack
-    )
-    outbox = Outbox(comm, list("abc"), [channel])
-    outbox.complete("b")
+    quantity = Quantity("differences", [item(k, n) for n, k in enumerate("cba")], pack)
+    queue = ReduceQueue(comm, list("abc"), [quantity])
+    queue.complete("b")
     assert comm.sent == []
-    outbox.complete("c")
+    queue.complete("c")
     assert comm.sent == [2, 1]
-    outbox.close()
+    queue.close()
     assert comm.sent == [2, 1, 0]
-    assert not outbox.outdated
-    outbox.complete("a")  # by a further pass
-    assert outbox.outdated
+    assert not queue.outdated
+    queue.complete("a")  # by a further pass
+    assert queue.outdated
 
 
-def test_one_process_needs_no_exchange() -> None:
+def test_one_process_is_all_its_ranks() -> None:
     optimizer = fop.FOP(nn.Linear(2, 2))
-    assert not optimizer._exchange.sharded
-    assert optimizer._exchange.ranks == 1
+    assert not optimizer._ranks.partial_curvature
+    assert optimizer._ranks.size == 1

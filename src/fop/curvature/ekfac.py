@@ -4,7 +4,7 @@
     M = F + lambda I
 
 For a given basis this S is the diagonal closest to the true Fisher in the Frobenius norm, where
-that of KFAC is the product of the factors' eigenvalues. It is measured in the basis at hand while
+that of KFAC is the product of the factors' eigenvalues. It is measured in the present basis while
 the backward pass runs, so that no activations have to be kept. When the basis is refreshed, S is
 carried over: the diagonal, in the new basis, of what it stood for in the old one. Until the first
 measurement (the second refresh) the factors' eigenvalues stand in.
@@ -16,16 +16,28 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from fop.curvature.base import CurvatureState, RefreshJob, averaged, moving_average
-from fop.curvature.kronecker import EigenKronecker, EigenMetric
+from fop.curvature.base import (
+    CurvatureState,
+    Moments,
+    RefreshJob,
+    Requires,
+    Shape,
+    Spectrum,
+    averaged,
+    moving_average,
+    stacked,
+    stacked_damping,
+)
+from fop.curvature.eigen import EigenKronecker, EigenMetric, stacked_basis, to_basis
 from fop.entries import AnyEntry, Entry
 from fop.projection import Metric
 from fop.squares import Eigenbasis
 
 
 class EigenCorrected(EigenKronecker):
-    keys: Mapping[str, AnyEntry] = {
-        **EigenKronecker.keys,
+    requires = Requires(factors=True, squares=True)
+    entries: Mapping[str, AnyEntry] = {
+        **EigenKronecker.entries,
         **averaged("corrected_eigenvalues", Entry(lambda size: [size], low=0.0)),
     }
 
@@ -34,8 +46,10 @@ class EigenCorrected(EigenKronecker):
             return None
         return Eigenbasis(state.get("input_basis"), state.get("output_basis"))
 
-    def absorb_squares(self, state: CurvatureState, squares: Tensor, decay: float) -> None:
-        moving_average(state, "corrected_eigenvalues", squares, _mean, decay)
+    def update(self, state: CurvatureState, batch: Moments, decay: float) -> None:
+        super().update(state, batch, decay)
+        if batch.squares is not None:
+            moving_average(state, "corrected_eigenvalues", batch.squares, _mean, decay)
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         # The bases that corrected eigenvalues were measured in. None where the matrix had another
@@ -56,18 +70,31 @@ class EigenCorrected(EigenKronecker):
                     job.state["corrected_eigenvalues"] = carried_over(corrected, old, new)
         return outcome
 
-    def ready(self, state: CurvatureState, shape: tuple[int, int]) -> bool:
+    def ready(self, state: CurvatureState, shape: Shape) -> bool:
         corrected = state.get("corrected_eigenvalues")
         fitting = corrected is None or tuple(corrected.shape[-2:]) == shape
         return fitting and super().ready(state, shape)
 
-    def metric(self, state: CurvatureState, shape: tuple[int, int]) -> Metric:
-        corrected = state.get("corrected_eigenvalues")
-        if corrected is None:
-            return super().metric(state, shape)
-        return EigenMetric(
-            corrected, state.get("input_basis"), state.get("output_basis"), state["damping"]
-        )
+    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
+        if "corrected_eigenvalues" not in states[0]:
+            return super().metric(states, shape)
+        corrected = stacked(states, "corrected_eigenvalues")
+        damping = stacked_damping(states, len(corrected) // len(states), corrected)
+        return EigenMetric(corrected, *stacked_basis(states), damping)
+
+    def spectrum(self, state: CurvatureState, shape: Shape) -> Spectrum:
+        found = super().spectrum(state, shape)
+        if "corrected_eigenvalues" not in state:
+            return found
+        # They belong to just the basis that they were measured in.
+        fisher = state["corrected_eigenvalues"].double()
+        bases = [
+            None if basis is None else basis.double()
+            for basis in (state.get("input_basis"), state.get("output_basis"))
+        ]
+        factors = found.input_values, found.output_values
+        damped = fisher + state["damping"]
+        return Spectrum(*factors, lambda v: to_basis(v, *bases), fisher, damped)
 
 
 def carried_over(eigenvalues: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:

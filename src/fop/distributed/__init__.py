@@ -1,32 +1,19 @@
-"""How the ranks of a process group share a step: placement, messages, and who keeps what."""
+"""How the ranks of a process group share a step: owners, messages, and who keeps what."""
 
 from __future__ import annotations
 
 from fop.distributed.agreement import describe
-from fop.distributed.base import (
-    Counts,
-    Exchange,
-    Gathered,
-    Reading,
-    Report,
-    Request,
-    Totals,
-    Verdict,
-)
-from fop.distributed.local import Local
+from fop.distributed.ranks import Batch, Computed, Contribution, Counts, Ranks, Updates
 from fop.distributed.setup import GroupReference, join_group
 
 __all__ = [
+    "Batch",
+    "Computed",
+    "Contribution",
     "Counts",
-    "Exchange",
-    "Gathered",
     "GroupReference",
-    "Local",
-    "Reading",
-    "Report",
-    "Request",
-    "Totals",
-    "Verdict",
+    "Ranks",
+    "Updates",
     "describe",
     "join_group",
 ]

@@ -5,13 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from fop.costs import Work
-from fop.costs import owner_cost as cost
 
-__all__ = ["Work", "cost", "lower_bound", "place"]
-
-
-def place(costs: Sequence[float], ranks: int) -> list[int]:
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     """The rank of each layer: the costliest first, each to the rank with the least so far."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = [0] * len(costs)
@@ -24,5 +19,5 @@ def place(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """What no placement can beat: the mean load, or the costliest layer."""
+    """What no assignment can beat: the mean load, or the costliest layer."""
     return max(sum(costs) / ranks, max(costs, default=0.0))

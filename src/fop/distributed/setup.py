@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fop.distributed.agreement import Description, check_agreement
-from fop.distributed.base import Exchange
-from fop.distributed.local import Local
+from fop.distributed.ranks import Ranks
 from fop.shards import group_of
 
 if TYPE_CHECKING:
@@ -26,16 +25,16 @@ def join_group(
     group: dist.ProcessGroup | None,
     strategy: str | int,
     description: Callable[[], Description],
-) -> Exchange:
-    """The exchange with all ranks of the process group, if there is one with more than one.
+) -> Ranks:
+    """All ranks of the process group, if there is one with more than one; else this process.
 
     Raises on all of them if their descriptions of optimizer and model differ.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Local()
+        return Ranks()
     # Not before it is known that this torch has them.
     from fop.distributed.comm import Comm
-    from fop.distributed.shared import Shared
+    from fop.distributed.group import Group
 
     if wrapper is not None:
         if group is not None and group is not wrapper.process_group:
@@ -59,7 +58,7 @@ def join_group(
     assert group is not None
     ranks = dist.get_world_size(group)
     if ranks == 1 and shards is None:
-        return Local(grouped=True)
+        return Ranks(grouped=True)
     comm = Comm(group)
     form = "sharded by fully_shard" if shards is not None else "plain"
     form = "wrapped in DistributedDataParallel" if wrapper is not None else form
@@ -67,7 +66,7 @@ def join_group(
     comm.form_rows(row_size(strategy, ranks))
     if wrapper is None and shards is None:
         _broadcast(model, comm)
-    return Shared(comm, wrapper, sharded=shards is not None)
+    return Group(comm, wrapper, sharded=shards is not None)
 
 
 @dataclass(frozen=True)

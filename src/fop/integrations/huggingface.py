@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fop.optimizer import FOP, KFAC
+from fop.api import FOP, KFAC
 
 
 class SecondOrderMixin:

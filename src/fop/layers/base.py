@@ -36,6 +36,13 @@ class Gram(Protocol):
         ...
 
 
+class Shaped(Protocol):
+    """Something with the shape of a parameter, or of a layer's rows of it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
 class Layer(ABC):
     """The geometry of one module. Holds numbers copied from the module, never the module itself.
 
@@ -47,6 +54,9 @@ class Layer(ABC):
     indexed: bool = False  # inputs are indices that stand for one-hot rows
     observed: bool = False  # autograd's own backward stays; only `example_gradients` are taken
     bias_column: bool = True  # the bias is the matrix's last column, for a constant input 1
+    # Of the parameters with its weight and its bias, the rows that are the layer's own.
+    weight_rows: slice = slice(None)
+    bias_rows: slice = slice(None)
     state_prefix: str = ""  # before the names of its state, where layers share a weight's rows
 
     @abstractmethod
@@ -115,15 +125,7 @@ class Layer(ABC):
     def output_rows(self, grad: Tensor) -> Tensor:
         """[n, groups, s, o]"""
 
-    def own_weight(self, tensor: Tensor) -> Tensor:
-        """A view of this layer's part of a tensor shaped like the parameter with its weight."""
-        return tensor
-
-    def own_bias(self, tensor: Tensor) -> Tensor:
-        """The same of the parameter with its bias."""
-        return tensor
-
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""
         rows = weight.shape[0] // self.groups
         return rows, weight.shape[1:].numel() + has_bias
@@ -136,7 +138,7 @@ class Layer(ABC):
             return matrix
         return torch.cat([matrix, bias.reshape(self.groups, outputs, 1)], dim=2)
 
-    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
         """The inverse of `to_matrix`: tensors shaped like the weight and, if given, the bias."""
         if bias is None:
             return [matrix.reshape(weight.shape)]

@@ -19,15 +19,21 @@ def on_host(tensor: Tensor) -> bool:
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """A 0-dimensional flag on the first tensor's device. There must be one tensor at least."""
-    # Extremes can't overflow as sums do, and are found faster than an infinity norm.
     tensors = list(tensors)
-    extremes = [
-        extreme
-        for tensor in tensors
-        if tensor.numel() > 0
-        for extreme in torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-    ]
-    if not extremes:  # a rank may have no row of any sharded parameter
+    extremes: list[Tensor] = []
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:  # a rank may have no row of any sharded parameter
+            continue
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if tensor.device.type in HOST_DEVICES:
+            # Extremes can't overflow as sums do, and are found faster than an infinity norm.
+            extremes += torch.aminmax(real)
+        else:
+            alike.setdefault(real.dtype, []).append(real)
+    for some in alike.values():  # one launch for many
+        extremes += torch._foreach_norm(some, float("inf"))
+    if not extremes:
         return torch.ones((), dtype=torch.bool, device=tensors[0].device)
     first = extremes[0]
     widest = reduce(torch.promote_types, {extreme.dtype for extreme in extremes})

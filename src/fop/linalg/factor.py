@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fop.linalg import blocked
 from fop.linalg.blocked import (
+    ALIGNED_FROM,
     BlockRow,
     BlockTriangle,
     empty_like,
@@ -119,9 +120,13 @@ class Dense(Factor):
         return self.values
 
     def matmul(self, v: Tensor) -> Tensor:
+        if v.shape[-1] < ALIGNED_FROM:
+            return torch.bmm(self.values, v)
         return multiply(self.values, v, empty_like(v))
 
     def rmatmul(self, v: Tensor) -> Tensor:
+        if v.shape[-1] < ALIGNED_FROM:
+            return torch.bmm(v, self.values)
         return multiply(v, self.values, empty_like(v))
 
     def pack(self, out: Tensor) -> None:

@@ -28,10 +28,10 @@ FORWARD, BACKWARD, REST = "forward", "backward, with half gradients", "parameter
 # Function of the library -> phase. A test holds these names to the library.
 PHASES = {
     "fop.capture:LayerCapture.hold_sums": "moments of inputs and output gradients",
-    "fop.engine:Engine._refresh": "moving averages",
+    "fop.step:Engine._refresh": "moving averages",
     "fop.curvature.kronecker:FactoredKronecker.refresh": "decompositions",
-    "fop.engine:Engine._precondition": "preconditioning and projection",
-    "fop.engine:Engine.step": REST,
+    "fop.step:Engine._directions": "preconditioning and projection",
+    "fop.step:Engine.step": REST,
 }
 ORDER = (FORWARD, BACKWARD, *dict.fromkeys(PHASES.values()))
 

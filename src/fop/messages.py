@@ -9,11 +9,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fop.block import Block
+from fop.layer import Layer
 from fop.scaling import Number
 
 logger = logging.getLogger("fop")
@@ -40,7 +41,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-class Notices:
+class Messages:
     """The warnings of one optimizer, and which of them have been given."""
 
     def __init__(self) -> None:
@@ -51,10 +52,23 @@ class Notices:
             self._said.add(topic)
             warn(f"{message} (Said once.)")
 
-    def not_inverted(self, blocks: Sequence[Block]) -> None:
+    def about_gradients(self, layers: Sequence[Layer]) -> None:
+        """Of layers whose gradient is not what backward passes through them have left."""
+        for layer in layers:
+            recorder = layer.recorder
+            if recorder.given_up:
+                continue
+            if recorder.bypassed and layer.ready:
+                self._without_forward(layer)
+            elif recorder.foreign:
+                self._foreign(layer)
+
+    def not_inverted(self, layers: Sequence[Layer]) -> None:
         """Said every time, because it may pass or get worse."""
+        if not layers:
+            return
         warn(
-            f"the curvature of {listed(block.name for block in blocks)} could not be "
+            f"the curvature of {listed(layer.name for layer in layers)} could not be "
             "inverted, not even in float64 with more damping: the previous inverse is used where "
             "there is one, else the plain gradient. If this repeats, raise damping."
         )
@@ -67,33 +81,33 @@ class Notices:
             "for bad data, a loss that overflows, or a learning rate that is too large."
         )
 
-    def never_called(self, blocks: Sequence[Block]) -> None:
-        if blocks:
+    def never_called(self, layers: Sequence[Layer]) -> None:
+        if layers:
             warn(
                 "some layers use the fallback optimizer, because they have gradients, but no call "
                 "of their modules was seen: their weights are used directly (F.linear(x, "
                 "layer.weight), a fused kernel). Call the modules to give them curvature, or list "
-                f"them in skip: {listed(block.name for block in blocks)}"
+                f"them in skip: {listed(layer.name for layer in layers)}"
             )
 
-    def mismatches(self, blocks: Sequence[Block]) -> None:
+    def mismatches(self, layers: Sequence[Layer]) -> None:
         """Of layers some of whose calls had no single examples."""
-        found = {b: b.capture.mismatch for b in blocks if b.capture.mismatch is not None}
+        found = {b: b.recorder.mismatch for b in layers if b.recorder.mismatch is not None}
         self._no_examples({b: f"{rows} and {size}" for b, (rows, size) in found.items()})
 
-    def called_once(self, blocks: Sequence[Block], usual: float) -> None:
-        self._no_examples(dict.fromkeys(blocks, f"1 and {usual:g}"))
+    def called_once(self, layers: Sequence[Layer], usual: float) -> None:
+        self._no_examples(dict.fromkeys(layers, f"1 and {usual:g}"))
 
-    def _no_examples(self, numbers: Mapping[Block, str]) -> None:
+    def _no_examples(self, numbers: Mapping[Layer, str]) -> None:
         new = self._unsaid("no examples", numbers)
-        tables = {block: text for block, text in new.items() if block.layer.indexed}
+        tables = {layer: text for layer, text in new.items() if layer.adapter.indexed}
         if tables:  # nothing to worry about
             logger.info(
                 "uses the fallback optimizer (looked up once for the whole batch, as position "
                 "embeddings are; rows of a call, and examples of its batch): %s",
                 _with_names(tables),
             )
-        others = {block: text for block, text in new.items() if block not in tables}
+        others = {layer: text for layer, text in new.items() if layer not in tables}
         if others:
             warn(
                 "some layers are called with rows that don't belong to single examples: once for "
@@ -103,8 +117,8 @@ class Notices:
                 "from the start. (Said once.)"
             )
 
-    def other_counts(self, seen: Mapping[Block, float], usual: float) -> None:
-        new = self._unsaid("other count", {block: f"{number:g}" for block, number in seen.items()})
+    def other_counts(self, seen: Mapping[Layer, float], usual: float) -> None:
+        new = self._unsaid("other count", {layer: f"{number:g}" for layer, number in seen.items()})
         if new:
             warn(
                 f"some layers saw another number of examples than most: {_with_names(new)}, where "
@@ -115,16 +129,16 @@ class Notices:
                 "fallback optimizer. (Said once.)"
             )
 
-    def _unsaid(self, topic: str, texts: Mapping[Block, str]) -> dict[Block, str]:
+    def _unsaid(self, topic: str, texts: Mapping[Layer, str]) -> dict[Layer, str]:
         """Of layers that have not been named for this; from now on they have."""
         new = {b: text for b, text in texts.items() if f"{topic} {b.name}" not in self._said}
-        self._said |= {f"{topic} {block.name}" for block in new}
+        self._said |= {f"{topic} {layer.name}" for layer in new}
         return new
 
-    def misfits(self, blocks: Sequence[Block]) -> None:
+    def misfits(self, layers: Sequence[Layer]) -> None:
         """A layer is disabled once, so that this is said once of each."""
-        if blocks:
-            reasons = "; ".join(f"{block.name!r}: {block.capture.misfit}" for block in blocks)
+        if layers:
+            reasons = "; ".join(f"{layer.name!r}: {layer.recorder.misfit}" for layer in layers)
             warn(
                 "some layers use the fallback optimizer, because their modules compute something "
                 "else than fop knows how to precondition. Their gradients are torch's own. List "
@@ -140,40 +154,40 @@ class Notices:
             "fop optimizer itself.",
         )
 
-    def bypassed(self, block: Block) -> None:
+    def _without_forward(self, layer: Layer) -> None:
         self._once(
             "bypassed",
-            f"layer {block.name!r} has a gradient that came without a call of the module (its "
+            f"layer {layer.name!r} has a gradient that came without a call of the module (its "
             "weight was used directly, or is now computed by a parametrization or pruning), so its "
-            "curvature is not renewed and its halves are not known: call the module, or build the "
-            f"optimizer again, with skip=[{block.name!r}] if need be.",
+            "curvature is not refreshed and its half-batches are not known: call the module, or "
+            f"build the optimizer again, with skip=[{layer.name!r}] if need be.",
         )
 
-    def foreign(self, block: Block) -> None:
+    def _foreign(self, layer: Layer) -> None:
         self._once(
             "foreign",
-            f"the gradient of layer {block.name!r} is not the one that its backward passes have "
+            f"the gradient of layer {layer.name!r} is not the one that its backward passes have "
             "left: it was replaced by another tensor, holds something from before them, or a pass "
-            "failed before its end. So its halves are not known, and this is a KFAC step for the "
-            "layer. Change gradients in place (p.grad.mul_(...)), and call optimizer.zero_grad() "
-            "after a pass that failed.",
+            "failed before its end. So its half-batches are not known, and this is a KFAC step for "
+            "the layer. Change gradients in place (p.grad.mul_(...)), and call "
+            "optimizer.zero_grad() after a pass that failed.",
         )
 
-    def unexplained(self, shares: Mapping[Block, Tensor]) -> None:
+    def unexplained(self, shares: Mapping[Layer, Tensor]) -> None:
         """`shares` of the layers' gradients that calls of their modules don't account for."""
         if "unexplained" in self._said or not shares:
             return
         values = torch.stack([share.cpu() for share in shares.values()]).tolist()
-        for block, share in zip(shares, values, strict=True):
+        for layer, share in zip(shares, values, strict=True):
             # Several calls may be added up in another order than autograd's.
-            if share > torch.finfo(block.weight.dtype).eps ** 0.4:
+            if share > torch.finfo(layer.weight.dtype).eps ** 0.4:
                 self._once(
                     "unexplained",
-                    f"the gradient of layer {block.name!r} is not what the calls of its module "
+                    f"the gradient of layer {layer.name!r} is not what the calls of its module "
                     "gave it: its weight is also used without the module (F.linear(x, "
                     "layer.weight), say), or a hook changes its gradient. Curvature and halves "
                     "know the calls alone. Call a module that shares the weight instead, or pass "
-                    f"skip=[{block.name!r}].",
+                    f"skip=[{layer.name!r}].",
                 )
 
     def no_gradients(self, rank: int, missing: int, ranks: int) -> None:
@@ -184,8 +198,13 @@ class Notices:
             "data runs the model on an empty batch: (model(x).sum() * 0).backward().",
         )
 
-    def no_halves(self, blocks: Sequence[Block], first: Number, second: Number) -> None:
-        named = [block.name for block in blocks if not block.capture.given_up]
+    def empty_halves(self, counts: Mapping[Layer, Any]) -> None:
+        empty = [layer for layer, count in counts.items() if 0 in (count.first, count.second)]
+        if empty:
+            self.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
+
+    def no_halves(self, layers: Sequence[Layer], first: Number, second: Number) -> None:
+        named = [layer.name for layer in layers if not layer.recorder.given_up]
         if "no halves" in self._said or not named or max(first, second) <= 0:
             return
         self._once(
@@ -198,5 +217,5 @@ class Notices:
         )
 
 
-def _with_names(numbers: Mapping[Block, str]) -> str:
-    return ", ".join(f"{block.name!r} {text}" for block, text in numbers.items())
+def _with_names(numbers: Mapping[Layer, str]) -> str:
+    return ", ".join(f"{layer.name!r} {text}" for layer, text in numbers.items())

@@ -1,0 +1,109 @@
+"""Layers that turn out not to be what they seemed: found at steps, agreed by ranks, told once.
+
+From then on the fallback optimizer trains them, and autograd alone computes their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fop.distributed import Counts
+from fop.layer import Layer
+from fop.messages import Messages
+
+
+def disable(layers: Iterable[Layer]) -> None:
+    for layer in layers:
+        layer.recorder.given_up = True
+        layer.recorder.forget()
+
+
+def disable_unsupported(
+    layers: Sequence[Layer], counts: Mapping[Layer, Counts] | None, ranks: int, messages: Messages
+) -> None:
+    """Layers whose adapter does not fit what their module computes.
+
+    Ranks agree on that when they read counts; until then nothing is recorded by those that have
+    found it.
+    """
+    found = []
+    for layer in layers:
+        recorder = layer.recorder
+        unsupported = recorder.misfit is not None
+        if ranks > 1:
+            known = None if counts is None else counts.get(layer)
+            unsupported = known is not None and known.unsupported > 0
+        if unsupported and not recorder.given_up:
+            recorder.misfit = recorder.misfit or "another rank found that its adapter is wrong"
+            found.append(layer)
+    disable(found)
+    messages.misfits(found)
+
+
+def disable_uncounted(
+    layers: Sequence[Layer],
+    expecting: Sequence[Layer],
+    counts: Mapping[Layer, Counts],
+    messages: Messages,
+) -> None:
+    """Layers whose calls had no single examples, on all ranks alike.
+
+    Where the model's inputs do not tell how many examples there are, the layers do: one example per
+    backward pass, where most layers saw more, is a call for the whole batch, as position embeddings
+    have it. Its output is broadcast over the examples and its gradient summed over them, so nothing
+    of a single example is left to build curvature or half-batches from.
+    """
+    mismatched = [layer for layer in layers if counts[layer].mismatches]
+    counted = [x for x in expecting if counts[x].passes and not counts[x].mismatches]
+    seen = {layer: counts[layer].examples / counts[layer].passes for layer in counted}
+    usual = _most_common(seen.values())
+    once = [layer for layer in counted if seen[layer] == 1 < usual]
+    messages.called_once(once, usual)
+    disable([*mismatched, *once])
+    # A layer that other passes use may well have another average.
+    passes = _most_common(counts[layer].passes for layer in counted)
+    others = [x for x in counted if counts[x].passes == passes and seen[x] not in (1, usual)]
+    messages.other_counts({layer: seen[layer] for layer in others}, usual)
+
+
+def _most_common(numbers: Iterable[float]) -> float:
+    """Of several, the largest; 1 if there are none."""
+    found = list(numbers)
+    return max(found, key=lambda number: (found.count(number), number), default=1.0)
+
+
+def disable_never_called(
+    expecting: Sequence[Layer],
+    counts: Mapping[Layer, Counts],
+    layers: Sequence[Layer],
+    messages: Messages,
+) -> None:
+    """Layers that are to have their first curvature and have a gradient, but no statistics.
+
+    Raises if that is so of every layer: then the hooks don't work at all.
+    """
+    never = [
+        layer
+        for layer in expecting
+        if counts[layer].gradients
+        and not (counts[layer].examples or layer.ready or _excused(layer, counts[layer]))
+    ]
+    works = any(counts[layer].examples for layer in expecting) or any(x.ready for x in layers)
+    if never and not works:
+        names = ", ".join(repr(layer.name) for layer in never[:3])
+        more = f" and {len(never) - 3} more" if len(never) > 3 else ""
+        raise RuntimeError(
+            f"no backward pass through any layer was seen, but {names}{more} have gradients: there "
+            "is nothing to make curvature of. Either the model was called by torch.compile before "
+            "the optimizer was built, or one like it was, and its graph has no hooks (build the "
+            "optimizer first, or call torch.compiler.reset()), or weights are used without their "
+            "modules (F.linear(x, layer.weight)), or .grad was set by hand, or, with "
+            'fisher="mc" or "exact", the model given to the optimizer was not called'
+        )
+    disable(never)
+    messages.never_called(never)
+
+
+def _excused(layer: Layer, count: Counts) -> bool:
+    """Whether this step's gradient alone is without statistics."""
+    return layer.recorder.foreign or bool(count.empty and not count.filled)

@@ -1,0 +1,186 @@
+"""A step's batch on several ranks: totals that all of them know, and what was reduced to owners.
+
+The totals are one vector, in one all-reduce: counts of each layer, presence of parameters if asked
+for, and five flags. Of sharded layers also the squared norms of gradients, as backward passes left
+them and at present: a rank can't tell from its own rows, which may be none, by how much they were
+clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fop.distributed.buckets import Reduction
+from fop.distributed.comm import Comm, Handle
+from fop.distributed.ranks import Batch, Contribution, Counts
+from fop.layer import Layer, Parts
+from fop.moments import FactorSums
+from fop.scaling import Number, mean_over_ranks
+from fop.shards import local
+
+COUNTS = len(fields(Counts))
+MISMATCHES = [field.name for field in fields(Counts)].index("mismatches")
+
+# What is reduced: raw sums of second moments; gradients and half-gradient differences of layers;
+# gradients of parameters in no layer.
+MOMENTS, AVERAGES, DIFFERENCES, GRADIENTS = "curvature sums", "averages", "differences", "gradients"
+
+
+class GroupBatch(Batch):
+    """`averaged`: p.grad is equal on all ranks, or of a `sharded` model each rank's rows of it."""
+
+    def __init__(
+        self,
+        contribution: Contribution,
+        comm: Comm,
+        start: Callable[[Sequence[Layer], Sequence[nn.Parameter]], dict[str, list[Reduction]]],
+        *,
+        averaged: bool,
+        sharded: bool,
+    ) -> None:
+        super().__init__(contribution)
+        self._comm, self._start, self._averaged, self._sharded = comm, start, averaged, sharded
+        self._offsets = {layer: COUNTS * i for i, layer in enumerate(contribution.layers)}
+        self._present: dict[Tensor, int] = {}
+        self._norms: dict[Layer, int] = {}
+        self._totals = self._vector()
+        self._waiting: Handle | None = comm.sum_of_all(self._totals, "totals of all layers")
+        self._started: dict[str, list[Reduction]] = {}
+        self._reduced: dict[str, dict[Any, list[Tensor]]] = {}
+
+    def _vector(self) -> Tensor:
+        own, layers = self._own, self._own.layers
+        numbers = [float(number) for layer in layers for number in astuple(Counts.of(layer))]
+        if not self._averaged:
+            # Otherwise they are equal on all ranks but those that have no gradient at all.
+            self._present = {p: len(numbers) + i for i, p in enumerate(own.parameters)}
+            numbers += [float(p in own.gradients) for p in own.parameters]
+        if self._sharded:
+            self._norms = {layer: len(numbers) + 2 * i for i, layer in enumerate(layers)}
+            numbers += [0.0] * (2 * len(layers))
+        empty = any(layer.recorder.saw_empty for layer in layers)
+        filled = any(layer.recorder.saw_examples for layer in layers)
+        flags = [empty, filled, not own.gradients, own.problem is not None, False]
+        vector = torch.tensor(
+            [*numbers, *map(float, flags)], dtype=torch.float64, device=own.finite.device
+        )
+        vector[-1] = (~own.finite).to(torch.float64)
+        for layer, at in self._norms.items():
+            for offset, norm in enumerate(layer.recorder.gradient_norms()):
+                vector[at + offset] = norm.to(vector) ** 2
+        return vector
+
+    def wait(self, limit: timedelta | None = None) -> Tensor:
+        """The totals, once they are there."""
+        if self._waiting is not None:
+            self._waiting.wait(limit)
+            self._waiting = None
+        return self._totals
+
+    @property
+    def finite(self) -> Tensor:
+        empty, filled, _, problem, non_finite = self.wait()[-5:].unbind()
+        return (non_finite == 0) & (problem == 0) & ((filled > 0) | (empty == 0))
+
+    def taking_part(self) -> tuple[list[Layer], list[nn.Parameter]]:
+        own = self._own
+        if self._present:
+            return list(own.layers), list(own.parameters)
+        if own.gradients:
+            layers = [layer for layer in own.layers if layer.weight in own.gradients]
+        else:
+            counts = self.counts()
+            layers = [layer for layer in own.layers if counts[layer].gradients]
+        return layers, [p for p in own.parameters if p in own.gradients]
+
+    def without_gradients(self) -> int:
+        return int(self.wait()[-3])
+
+    def present(self, parameter: Tensor) -> Tensor | None:
+        at = self._present.get(parameter)
+        return None if at is None else self.wait()[at] > 0
+
+    def counts(self) -> Mapping[Layer, Counts]:
+        numbers = self.wait().tolist()
+        problems = int(numbers[-2])
+        if problems:
+            raise RuntimeError(
+                f"{problems} of {self._comm.ranks} ranks can't take this step, so none does: "
+                "their own errors tell why"
+            )
+        return {layer: Counts(*numbers[at : at + COUNTS]) for layer, at in self._offsets.items()}
+
+    # ---- what was reduced; waits where something is first asked for
+
+    def reduce(self, with_moments: Sequence[Layer], others: Sequence[nn.Parameter]) -> None:
+        self._started = self._start(with_moments, others)
+
+    def _arrived(self, what: str) -> dict[Any, list[Tensor]]:
+        """By layer, or parameter; those of a row's owners are summed over the other rows first."""
+        if what not in self._reduced:
+            comm, mine = self._comm, []
+            for reduction in self._started.pop(what, []):
+                reduction.handle.wait()
+                if what == GRADIENTS:  # on all ranks already
+                    mine.append((reduction, reduction.handle))
+                elif reduction.bucket.owner == comm.place:
+                    mine.append((reduction, comm.sum_of_column(reduction.flat, reduction.label)))
+            self._reduced[what] = found = {}
+            for reduction, handle in mine:
+                handle.wait()
+                if what != MOMENTS and not (what == AVERAGES and self._sharded):
+                    mean_over_ranks(reduction.flat, comm.ranks)
+                found.update(reduction.bucket.views(reduction.flat))
+        return self._reduced[what]
+
+    def average(self, layer: Layer) -> Parts:
+        if self._averaged and not self._sharded:
+            return super().average(layer)
+        return self._arrived(AVERAGES)[layer]
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[Tensor, Tensor]:
+        if self._averaged:  # a rank without a backward pass has zeros to bring
+            return {
+                p: torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+                for p in parameters
+            }
+        found = self._arrived(GRADIENTS)
+        return {p: found[p][0] for p in parameters}
+
+    def difference(self, layer: Layer) -> Parts | None:
+        return self._arrived(DIFFERENCES).get(layer)
+
+    def half_sizes(self, layer: Layer) -> tuple[Number, Number]:
+        totals, at = self.wait(), self._offsets[layer]
+        known = totals[at + MISMATCHES] == 0  # else some call is in neither half
+        return totals[at] * known, totals[at + 1] * known
+
+    def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
+        if self._sharded:
+            squares = [self.wait()[self._norms[layer] :][:2] for layer in layers]
+            before, present = torch.stack(squares).unbind(1)
+            return torch.where(before > 0, present / before, 1.0).sqrt()
+        # The gradient is the same on all ranks, and so is what was done to it; or each rank has
+        # rescaled its own difference.
+        return super().rescaling(layers) if self._averaged else None
+
+    def moments(self, layer: Layer, counts: Counts) -> FactorSums:
+        inputs, outputs, *squares = self._arrived(MOMENTS)[layer]
+        forms = layer.recorder.sum_forms
+        return FactorSums(
+            forms.inputs.unpack(inputs),
+            forms.outputs.unpack(outputs),
+            int(counts.examples),
+            int(counts.rows),
+            int(counts.passes),
+            squares=squares[0].clone() if squares else None,
+        )
+
+    def has(self, layer: Layer) -> bool:
+        return True

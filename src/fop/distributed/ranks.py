@@ -1,0 +1,232 @@
+"""The ranks that share a step. On one process, which is this file, every answer is the identity.
+
+A step knows these two types alone. `Ranks` has the verbs: who owns a layer, reduce a batch to the
+owners, broadcast their results, sum over all, gather objects. `Batch` is what one step rests on:
+this rank's contribution before the reduce, that of all ranks after it. `group.py` has both for a
+process group. Whatever shapes a later message is equal on all ranks, or agreed by counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fop.capture import CapturePlan, gradient_ratios
+from fop.layer import Layer, Parts
+from fop.moments import FactorSums
+from fop.scaling import LossScale, Number
+
+# In place of a count, so that the total is negative and no rank takes the halves for known.
+NO_HALVES = -(2.0**40)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank brings to a step."""
+
+    layers: Sequence[Layer]  # that may take part; equal on all ranks
+    parameters: Sequence[nn.Parameter]  # that the step may change; equal on all ranks
+    gradients: Mapping[Tensor, Tensor]  # this rank's; none without a backward pass
+    finite: Tensor  # 0-dimensional flag on the device: all of the above is finite
+    loss_scale: LossScale | None
+    problem: Exception | None  # why this rank can't take the step
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one layer, over all ranks."""
+
+    first: float  # examples in each half-batch
+    second: float
+    examples: float  # what the second moments are over
+    rows: float
+    passes: float
+    empty: float  # ranks that called it without examples, and with
+    filled: float
+    gradients: float  # ranks that have one
+    unsupported: float  # ranks that found that its adapter does not fit
+    mismatches: float  # ranks where a call had no single examples
+
+    @staticmethod
+    def of(layer: Layer) -> Counts:
+        recorder = layer.recorder
+        first, second = (NO_HALVES, 0.0) if recorder.foreign else recorder.examples
+        sums = recorder.sums
+        return Counts(
+            first,
+            second,
+            examples=0 if sums is None else sums.examples,
+            rows=0 if sums is None else sums.rows,
+            passes=0 if sums is None else sums.passes,
+            empty=recorder.saw_empty,
+            filled=recorder.saw_examples,
+            gradients=layer.weight.grad is not None,
+            unsupported=recorder.misfit is not None,
+            mismatches=recorder.mismatch is not None,
+        )
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Updates of some layers, by their slices, and the tensors that hold them."""
+
+    parts: Sequence[Parts]
+    preconditioned: Sequence[Tensor]  # hold those of layers with curvature
+    plain: Sequence[Tensor]  # hold those of the others
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The layers' updates, as their owners have computed them."""
+
+    parts: Mapping[Layer, Parts]
+    memory: Sequence[Tensor]  # all tensors that hold them
+    preconditioned: Sequence[Tensor] | None  # those for layers with curvature, if apart
+
+    def of(self, layers: Iterable[Layer]) -> Sequence[Tensor]:
+        """What to change in place to change the updates of these, which have curvature."""
+        if self.preconditioned is not None:
+            return self.preconditioned
+        return [part for layer in layers for part in self.parts[layer]]
+
+
+class Batch:
+    """One step's gradients, half-gradient differences and second moments."""
+
+    def __init__(self, contribution: Contribution) -> None:
+        self._own = contribution
+
+    # ---- before the reduce: what all ranks know
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether the step may be taken: a 0-dimensional flag on the device."""
+        recorders = [layer.recorder for layer in self._own.layers]
+        empty = any(r.saw_empty for r in recorders) and not any(r.saw_examples for r in recorders)
+        return torch.zeros_like(self._own.finite) if empty else self._own.finite
+
+    def taking_part(self) -> tuple[list[Layer], list[nn.Parameter]]:
+        """The layers of the step, equal on all ranks, and the parameters that this rank changes."""
+        return list(self._own.layers), list(self._own.parameters)
+
+    def without_gradients(self) -> int:
+        """How many ranks have no gradient at all. A host read."""
+        return int(not self._own.gradients)
+
+    def present(self, parameter: Tensor) -> Tensor | None:
+        """Flag: some rank has a gradient. None where that is known anyway."""
+        return None
+
+    def counts(self) -> Mapping[Layer, Counts]:
+        """A host read. Raises on all ranks if one can't take the step."""
+        return {layer: Counts.of(layer) for layer in self._own.layers}
+
+    # ---- the reduce, and what there is after it: of the layers that this rank owns
+
+    def reduce(self, with_moments: Sequence[Layer], others: Sequence[nn.Parameter]) -> None:
+        """Bring everything to the owners; of `others`, which are in no layer, to all ranks."""
+
+    def average(self, layer: Layer) -> Parts:
+        """The gradient, averaged over the ranks, by the layer's slices; zeros where none is."""
+        return [
+            part.of(torch.zeros_like(part.parameter) if grad is None else grad)
+            for part in layer.slices
+            for grad in (part.parameter.grad,)
+        ]
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[Tensor, Tensor]:
+        """Of parameters in no layer, averaged over the ranks: this rank's rows of them."""
+        return {p: p.grad for p in parameters if p.grad is not None}
+
+    def difference(self, layer: Layer) -> Parts | None:
+        """H1 - H2, by the layer's slices."""
+        return layer.recorder.signed
+
+    def half_sizes(self, layer: Layer) -> tuple[Number, Number]:
+        """Examples in each half-batch, without a host read."""
+        first, second = (0, 0) if layer.recorder.mismatch else layer.recorder.examples
+        return first, second
+
+    def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
+        """What their differences are still to be multiplied with, [L]."""
+        ratios = gradient_ratios([layer.recorder for layer in layers])
+        scale = self._own.loss_scale
+        if scale is None or scale.inverse is None:
+            return ratios
+        return ratios * scale.inverse.to(ratios)
+
+    def moments(self, layer: Layer, counts: Counts) -> FactorSums:
+        sums = layer.recorder.sums
+        assert sums is not None
+        return sums
+
+    def has(self, layer: Layer) -> bool:
+        """Whether gradient and difference are still there, after the step."""
+        return layer.weight.grad is not None
+
+
+class Ranks:
+    """One process."""
+
+    size = 1
+    index = 0  # of this rank
+    partial_curvature = False  # whether some of it is kept by other ranks only
+    partial_rows = False  # whether this rank has some rows of each parameter only
+
+    def __init__(self, *, grouped: bool = False) -> None:
+        self._grouped = grouped  # alone because its process group has one rank
+
+    def assign(self, layers: Sequence[Layer], plan: CapturePlan, interval: int) -> None:
+        """Share out the layers; `plan` is what they record, `interval` that of refreshes."""
+
+    def owns(self, layer: Layer) -> bool:
+        return True
+
+    def trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that a step may change: equal on all ranks, whatever their gradients."""
+        return [p for p in parameters if p.grad is not None]
+
+    def batch(self, contribution: Contribution) -> Batch:
+        """What all ranks bring together. Raises the contribution's problem, if it has one."""
+        if not self._grouped:
+            _check_alone()
+        if contribution.problem is not None:
+            raise contribution.problem
+        return Batch(contribution)
+
+    def broadcast(
+        self, layers: Sequence[Layer], compute: Callable[[Sequence[Layer]], Computed]
+    ) -> Callable[[], Updates]:
+        """Have updates computed by the layers' owners; the call that is returned waits for all."""
+        found = compute(layers)
+        memory = [*found.preconditioned, *found.plain]
+        parts = dict(zip(layers, found.parts, strict=True))
+        updates = Updates(parts, memory, found.preconditioned)
+        return lambda: updates
+
+    def all_sum(self, values: Tensor, what: str) -> Tensor:
+        """Numbers over the layers of all owners, each layer once."""
+        return values
+
+    def gather_objects(self, mine: Any, to: int | None, *, once: bool = False) -> list[Any] | None:
+        """Of all ranks on rank `to`, or on all; None elsewhere. `once`: of one owner per layer."""
+        return [mine]
+
+    def reset(self) -> None:
+        """Drop what was sent ahead of a step that will not come."""
+
+
+def _check_alone() -> None:
+    """Raise where other ranks train the same model: each alone, they would drift apart."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this optimizer was built before the process group of {dist.get_world_size()} ranks "
+            "was initialized, so it would train on this rank alone: build it after "
+            "init_process_group(), which Accelerator() and TrainingArguments() call too. To train "
+            "on each rank alone, pass a process_group of that rank"
+        )

@@ -1,0 +1,416 @@
+"""One step over all layers, as a straight line of phases.
+
+    collect     this rank's gradients; are they finite? is anything wrong?
+    batch       what all ranks bring together; layers that can't be handled are disabled
+    reduce      gradients, half-gradient differences and second moments, to the layers' owners
+    refresh     moving averages, damping rule, decompositions: of the layers that are due
+    directions  KFAC's or FOP's update of each layer, by its owner
+    scale       one factor for all of them: the step rule
+    apply       weight decay, momentum, parameters
+
+On one process the ranks are the identity. Whether a step is finite is decided on the device: one
+that is not is carried out with every change masked, so that no scalar has to be read by the host.
+Only steps that refresh curvature read a few, because decompositions need that anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fop import disabling
+from fop.capture import CapturePlan, LayerCapture
+from fop.checkpoints import RULE_KEYS, LayerEntries
+from fop.checks import ModuleTree, find_problem
+from fop.costs import refresh_cost
+from fop.curvature import make_curvature
+from fop.directions import Directions, gradients
+from fop.distributed import Batch, Contribution, Counts, Ranks, Updates
+from fop.layer import Layer, State
+from fop.linalg import all_finite, on_host
+from fop.messages import Messages
+from fop.moments import factor_dtype
+from fop.projection import Coefficients
+from fop.refresh import Refresher, phases
+from fop.scaling import LossScale, Number, to_means, unscaled
+from fop.settings import Settings
+from fop.shards import is_sharded, local, own_rows
+from fop.skips import SkippedSteps, name_non_finite
+from fop.slices import ParameterSlice
+from fop.update import Change, apply_changes, rest_of
+
+Group = Mapping[str, Any]
+Options = Mapping[Any, Group]  # by parameter
+# a and d of a layer, and the examples in the two half-batches.
+Gradients = tuple[tuple[Tensor, Tensor | None], tuple[Number, Number]]
+
+# Of refreshes, for the costs of a layer, where the user's is a function of the step.
+TYPICAL_INTERVAL = 10
+
+
+class Engine:
+    """The layers of one model, and what the last step found out about them."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, model: nn.Module) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self._tree = ModuleTree(model)
+        self._curvature = make_curvature(settings.curvature, settings.damping_mode)
+        # The matrices of a norm layer are small enough to be damped exactly in any case.
+        unitwise = "identity" if settings.curvature == "identity" else "kronecker"
+        self._unitwise = make_curvature(unitwise, "exact")
+        requires = self._curvature.requires
+        if requires.squares and requires.factors and ranks.partial_curvature:
+            raise ValueError(
+                f"curvature={settings.curvature!r} measures in the eigenbasis while the backward "
+                f"pass runs, and with strategy={settings.strategy!r} a rank has that of its own "
+                'layers only: use strategy="all"'
+            )
+        self.plan = CapturePlan(
+            halves=settings.halves_among(ranks.size) if settings.needs_halves else "none",
+            sharing=settings.sharing,
+            max_factor_size=settings.max_factor_size,
+            empirical=settings.fisher_options["name"] == "empirical",
+            curvature=requires.factors or requires.squares,
+            odd_rank=ranks.index % 2 == 1,
+        )
+        self.layers: list[Layer] = []
+        self.clip: Tensor | None = None  # of the last step
+        self.batch: Batch | None = None
+        self._coefficients: dict[Layer, tuple[Coefficients, int]] = {}
+        self.loss_scale: LossScale | None = None
+        self.messages = Messages()
+        self.skipped = SkippedSteps()
+        self._next_step = 1
+
+    # ---- between steps
+
+    def add(self, name: str, module_name: str, recorder: LayerCapture) -> None:
+        curvature = self._unitwise if recorder.layer.observed else self._curvature
+        self.layers.append(Layer(name, module_name, recorder, curvature))
+
+    def assign(self) -> None:
+        """Share out the layers, once all are added."""
+        steps = self.settings.schedule["steps"]
+        interval = steps if isinstance(steps, int) else TYPICAL_INTERVAL
+        self.ranks.assign(self.layers, self.plan, interval)
+
+    def declared(self) -> list[LayerEntries]:
+        """What a state may hold for each layer."""
+        return [
+            LayerEntries(x.name, x.weight, x.adapter.state_prefix, x.curvature.entries, x.sizes)
+            for x in self.layers
+        ]
+
+    def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
+        """Decide what the backward passes before `next_step` record."""
+        self._next_step = next_step
+        interval, offsets = self.settings.interval(next_step), [0] * len(self.layers)
+        if self.settings.schedule["stagger"]:
+            offsets = list(phases([refresh_cost(layer.work) for layer in self.layers], interval))
+        self.plan.examples.forget()
+        for layer, offset in zip(self.layers, offsets, strict=True):
+            recorder = layer.recorder
+            recorder.refresh_due = retry or (
+                self.plan.curvature and self.settings.refresh_due(next_step, offset)
+            )
+            recorder.begin_step()
+            recorder.basis = None
+            if layer.curvature.requires.squares and self.ranks.owns(layer):
+                recorder.basis = layer.curvature.basis(layer.state_in(state))
+
+    def adopt(self, state: State) -> None:
+        """Keep of a loaded state what this rank is to keep, and agree on what there is."""
+        for layer in self.layers:
+            for key in () if self.ranks.owns(layer) else layer.keys:
+                state.get(layer.weight, {}).pop(key, None)
+        for parameter, own in state.items():
+            for key in RULE_KEYS & own.keys() if is_sharded(parameter) else ():
+                if own[key].shape == parameter.shape:
+                    own[key] = own[key][own_rows(parameter)].clone()
+        self._note_ready(self.layers, self._agreed([self._usable(x, state) for x in self.layers]))
+
+    def reset(self) -> None:
+        """Forget what was recorded, together with the gradients it belongs to."""
+        for layer in self.layers:
+            layer.recorder.reset()
+        self.plan.passes.forget()
+        self.ranks.reset()
+        self.batch = None
+
+    def forget(self) -> None:
+        """Forget everything that was recorded."""
+        for layer in self.layers:
+            layer.recorder.forget()
+        self.reset()
+
+    def _usable(self, layer: Layer, state: State) -> bool:
+        """Whether this rank has curvature that fits the layer."""
+        if layer.recorder.given_up or not self.ranks.owns(layer):
+            return False
+        return layer.curvature.ready(layer.state_in(state), layer.shape)
+
+    def _agreed(self, flags: Sequence[bool]) -> list[bool]:
+        """What is true of each on one of the ranks. A host read, with several."""
+        if self.ranks.size == 1 or not flags:
+            return list(flags)
+        totals = self.ranks.all_sum(torch.tensor(flags, dtype=torch.float64), "clip")
+        return [total > 0 for total in totals.tolist()]
+
+    def _note_ready(self, layers: Sequence[Layer], ready: Sequence[bool]) -> None:
+        for layer, fits in zip(layers, ready, strict=True):
+            layer.recorder.curvature_shape = layer.shape if fits else None
+
+    # ---- the step
+
+    def step(
+        self,
+        groups: Iterable[Group],
+        state: State,
+        loss_scale: LossScale | None,
+        loss: Tensor | None = None,
+    ) -> bool:
+        """Change every parameter that has a gradient; True if curvature must be tried again.
+
+        `loss` is what a closure returned, if there was one.
+        """
+        options = {parameter: group for group in groups for parameter in group["params"]}
+        self.loss_scale, self._coefficients, last = loss_scale, {}, self._coefficients
+        own = self._collect(options, loss)
+        if not own.parameters:
+            if own.problem is not None:
+                raise own.problem
+            return any(layer.recorder.refresh_due for layer in self.layers)
+        self._follow_parameters(own.parameters, state)
+        batch = self.batch = self.ranks.batch(own)
+        if not own.gradients and self._nobody_has_gradients(batch):
+            return any(layer.recorder.refresh_due for layer in self.layers)
+        layers, parameters = batch.taking_part()
+        expecting, counts = self._disable(layers, batch)
+        layers = [layer for layer in layers if not layer.recorder.given_up]
+        with_moments = [layer for layer in expecting if counts[layer].examples]
+        rest = rest_of(parameters, layers)
+        batch.reduce(with_moments, list(rest))
+        finite = batch.finite
+        failed: list[Layer] = []
+        retry = bool(expecting) and not bool(finite)
+        if with_moments and not retry:
+            refresher = Refresher(self.settings, self._next_step, options, last)
+            failed, retry = self._refresh(with_moments, counts, batch, refresher, state)
+        host = on_host(finite)
+        for layer in layers:
+            layer.recorder.drop_sums()
+        usable = {layer: self._usable(layer, state) for layer in layers}
+        directions = Directions(
+            self.settings, self.messages, batch, loss_scale, options, state, usable, host
+        )
+        wait = self.ranks.broadcast(layers, directions.compute)
+        self._coefficients = directions.coefficients
+        totals = self.ranks.all_sum(directions.total_terms(), "clip")
+        finite = finite & totals.isfinite().all().to(finite.device) & (not retry)
+        pairs = self._agreed([flag for x in expecting for flag in (x in failed, usable[x])])
+        self._note_ready(expecting, pairs[1::2])
+        updates = self._scale(wait(), totals, layers, finite)
+        self._apply(self._changes(updates, batch, rest, finite), batch, finite, options, state)
+        self._count(finite, options, may_read=bool(expecting))
+        return retry or any(pairs[::2])
+
+    # ---- collect
+
+    def _collect(self, options: Options, loss: Tensor | None) -> Contribution:
+        for layer in self.layers:
+            layer.recorder.meet_gradient()
+        trained = self.ranks.trained(options)
+        gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
+        problem = find_problem(self.layers, gradients, options, self._tree)
+        device = trained[0].device if trained else torch.device("cpu")
+        changing = set(trained)
+        layers = [layer for layer in self.layers if layer.weight in changing]
+        finite = torch.zeros((), dtype=torch.bool, device=device)
+        if problem is None and gradients:
+            tensors = [local(gradient) for gradient in gradients.values()]
+            tensors += [loss] if loss is not None else []
+            for layer in layers:
+                tensors += layer.recorder.tensors()
+            finite = all_finite(tensors).to(device)
+            if self.loss_scale is not None:
+                finite = finite & (self.loss_scale.found_inf.to(device) == 0)
+        return Contribution(layers, trained, gradients, finite, self.loss_scale, problem)
+
+    def _follow_parameters(self, trained: Iterable[Tensor], state: State) -> None:
+        """Move state along with a model that was moved or cast after the optimizer was built."""
+        precise = {key for layer in self.layers for key in layer.keys}
+        for parameter in trained:
+            own = state.get(parameter, {})
+            for key, value in own.items():
+                if not isinstance(value, Tensor) or key == "step":
+                    continue
+                dtype = factor_dtype(parameter.dtype) if key in precise else parameter.dtype
+                if value.device != parameter.device or value.dtype != dtype:
+                    own[key] = value.to(parameter.device, dtype)
+
+    def _nobody_has_gradients(self, batch: Batch) -> bool:
+        """Whether no rank has one; where some have, all skip the step."""
+        missing = batch.without_gradients()
+        if missing == self.ranks.size:
+            self.ranks.reset()
+            return True
+        self.messages.no_gradients(self.ranks.index, missing, self.ranks.size)
+        return False
+
+    def _disable(
+        self, layers: Sequence[Layer], batch: Batch
+    ) -> tuple[list[Layer], Mapping[Layer, Counts]]:
+        """Disable what can't be handled; the layers that expect moments, and all counts."""
+        self.messages.about_gradients(layers)
+        expecting = [x for x in layers if x.recorder.wants_sums and not x.recorder.given_up]
+        counts = batch.counts() if expecting else None
+        self.messages.mismatches([x for x in layers if not x.recorder.given_up])
+        disabling.disable_unsupported(self.layers, counts, self.ranks.size, self.messages)
+        if counts is None:
+            return [], {}
+        expecting = [layer for layer in expecting if not layer.recorder.given_up]
+        disabling.disable_uncounted(layers, expecting, counts, self.messages)
+        expecting = [layer for layer in expecting if not layer.recorder.given_up]
+        disabling.disable_never_called(expecting, counts, self.layers, self.messages)
+        return [layer for layer in expecting if not layer.recorder.given_up], counts
+
+    # ---- refresh
+
+    def _refresh(
+        self,
+        fresh: list[Layer],
+        counts: Mapping[Layer, Counts],
+        batch: Batch,
+        refresher: Refresher,
+        state: State,
+    ) -> tuple[list[Layer], bool]:
+        """The layers where that failed, and whether moments are non-finite: then on no layer."""
+        if self.settings.needs_halves:
+            self.messages.empty_halves({layer: counts[layer] for layer in fresh})
+        owned = [layer for layer in fresh if self.ranks.owns(layer)]
+        mine = [(layer, batch.moments(layer, counts[layer])) for layer in owned]
+        empirical = self.plan.empirical
+        for layer, sums in mine:
+            scale = None
+            if empirical and self.loss_scale is not None:
+                if self.loss_scale.measured and layer.recorder.gradient_touched():
+                    self.messages.unknown_scale()
+                scale = self.loss_scale.of_captured(layer.recorder.gradient_ratio())
+            # Extra passes differentiate each example's own loss, unscaled; training passes
+            # differentiate the user's.
+            to_means(
+                sums,
+                sharing=self.settings.sharing,
+                reduction=self.settings.loss_reduction if empirical else "sum",
+                ranks=self.ranks.size,
+                loss_scale=scale,
+            )
+        for layer in fresh:
+            layer.recorder.drop_sums()
+        # Sums that are finite on each rank may not be so together, or once they are scaled.
+        bounds = (bound for _, sums in mine for bound in sums.bounds())
+        overflow = bool(mine) and not bool(all_finite(bounds))
+        if self._agreed([overflow])[0]:
+            return [], True
+        shares = {x: share for x in fresh if (share := x.recorder.take_unexplained()) is not None}
+        self.messages.unexplained(shares)
+        failed = refresher.refresh(mine, state)
+        self.messages.not_inverted(failed)
+        return failed, False
+
+    # ---- what the last step left
+
+    def coefficients(self, layer: Layer) -> Coefficients | None:
+        """None where the layer had no direction on this rank."""
+        found, index = self._coefficients.get(layer, (None, 0))
+        return None if found is None else found.of_layer(index)
+
+    def gradients(self, layer: Layer) -> Gradients | None:
+        """a, d and the examples of both halves; None where they are gone, or on another rank."""
+        batch = self.batch
+        if batch is None and self.ranks.size == 1:  # before the step
+            flag = torch.ones((), dtype=torch.bool)
+            batch = Batch(Contribution([layer], [], {}, flag, self.loss_scale, None))
+        if batch is None or not self.ranks.owns(layer) or not batch.has(layer):
+            return None
+        halves = self.settings.needs_halves
+        return gradients([layer], batch, self.loss_scale, halves=halves), batch.half_sizes(layer)
+
+    # ---- scale and apply
+
+    def _scale(
+        self, updates: Updates, totals: Tensor, layers: Sequence[Layer], finite: Tensor
+    ) -> Updates:
+        """By the step rule; zeros where the step is not finite, unless the host knows."""
+        self.clip = self.settings.step_rule.scale(totals)
+        if self.clip is not None:
+            for tensor in updates.of(layer for layer in layers if layer.ready):
+                tensor.mul_(self.clip.to(tensor))
+        if not on_host(finite):
+            for tensor in updates.memory:
+                tensor.masked_fill_(~finite.to(tensor.device), 0.0)
+        return updates
+
+    def _changes(
+        self,
+        updates: Updates,
+        batch: Batch,
+        rest: Mapping[nn.Parameter, Sequence[ParameterSlice]],
+        finite: Tensor,
+    ) -> list[Change]:
+        changes = [
+            Change(part, part.held(update))
+            for layer, parts in updates.parts.items()
+            for part, update in zip(layer.slices, parts, strict=True)
+        ]
+        found = batch.gradients(rest)
+        plain = unscaled([found[parameter] for parameter in rest], self.loss_scale)
+        if not on_host(finite) and self.settings.fallback_of_groups["rule"] == "sgd":
+            plain = [torch.where(finite.to(g.device), g, 0.0) for g in plain]  # AdamW masks itself
+        return changes + [
+            Change(part, part.local(gradient))
+            for parts, gradient in zip(rest.values(), plain, strict=True)
+            for part in parts
+        ]
+
+    def _apply(
+        self,
+        changes: Sequence[Change],
+        batch: Batch,
+        finite: Tensor,
+        options: Options,
+        state: State,
+    ) -> None:
+        host = on_host(finite)
+        if host and not bool(finite):
+            return
+        taken: dict[Tensor, Tensor | None] = {}
+        for parameter in {change.part.parameter for change in changes}:
+            present = batch.present(parameter)
+            flag = None if host else finite
+            if present is not None and host and not bool(present):
+                continue
+            if present is not None and not host:
+                flag = finite.to(present.device) & present
+            taken[parameter] = flag
+        of_layers = {p for p in taken if options[p]["rule"] == "curvature"}
+        preconditioned = of_layers - self._disabled_parameters()
+        apply_changes(changes, options, state, self.settings, preconditioned, taken)
+
+    def _disabled_parameters(self) -> set[Tensor]:
+        """Those that belong to disabled layers alone."""
+        by_status: dict[bool, set[Tensor]] = {True: set(), False: set()}
+        for layer in self.layers:
+            by_status[layer.recorder.given_up].update(layer.recorder.all_parameters)
+        return by_status[True] - by_status[False]
+
+    def _count(self, taken: Tensor, options: Options, *, may_read: bool) -> None:
+        self.skipped.count(taken)
+        scaled = self.loss_scale is not None
+        in_a_row = self.skipped.overdue(scaled=scaled, may_read=may_read)
+        if in_a_row:
+            self.messages.skipped(in_a_row, name_non_finite(options))
