@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fop
-from fop.layers import LAYER_TYPES, layer_for
+from fop.layers import LAYER_TYPES, adapter_for
 from tests.common import distance, snapshot
 
 # module type, arguments, keyword arguments, shape of one input
@@ -61,7 +61,7 @@ def test_rows_rebuild_the_output_and_the_gradient(
 ) -> None:
     """Output rows are input rows times the matrix, and the gradient is the sum of g x^T."""
     module = build(kind, arguments, options)
-    layer = layer_for(module)
+    layer = adapter_for(module)
     assert layer is not None
     x = layer.prepare(torch.randn(3, *shape, dtype=torch.float64))
     output = module(x) if layer.prepare(x) is x else layer_output(module, x)
@@ -210,6 +210,6 @@ def test_a_subclass_counts_only_with_the_same_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    assert layer_for(Renamed(2, 2)) is not None
-    assert layer_for(Changed(2, 2)) is None
-    assert layer_for(nn.Bilinear(2, 2, 2)) is None
+    assert adapter_for(Renamed(2, 2)) is not None
+    assert adapter_for(Changed(2, 2)) is None
+    assert adapter_for(nn.Bilinear(2, 2, 2)) is None

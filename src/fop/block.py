@@ -13,7 +13,7 @@ from fop.capture import LayerCapture
 from fop.costs import Work, refresh_cost
 from fop.curvature import Curvature
 from fop.curvature.base import CurvatureState, PrefixedState
-from fop.layers import Layer
+from fop.layers import LayerAdapter
 from fop.moments import factor_dtype
 from fop.scaling import LossScale, Number, half_difference
 from fop.settings import Settings
@@ -52,7 +52,7 @@ class Block:
         return [self.layer.state_prefix + key for key in self.curvature.keys]
 
     @property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerAdapter:
         return self.capture.layer
 
     @property
@@ -67,7 +67,7 @@ class Block:
     def refresh_cost(self, settings: Settings) -> float:
         rows, columns = self.shape
         widest = settings.max_factor_size
-        diagonal_columns = self.layer.indexed or columns > widest
+        diagonal_columns = self.layer.one_hot or columns > widest
         return refresh_cost(Work(rows, columns, self.layer.groups, rows > widest, diagonal_columns))
 
     @property

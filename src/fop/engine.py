@@ -85,7 +85,7 @@ class Engine:
         self._uses = 1  # steps that a layer's metric serves on, before it is renewed
 
     def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
-        curvature = self._unitwise if capture.layer.observed else self._curvature
+        curvature = self._unitwise if capture.layer.autograd_backward else self._curvature
         self.blocks.append(Block(name, module_name, capture, curvature))
 
     def place(self) -> None:

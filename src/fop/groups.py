@@ -14,12 +14,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from fop.layers import (
     ROLES,
-    Layer,
+    LayerAdapter,
     ProjectionLayer,
     Role,
+    adapter_for,
     attention_parameters,
     has_own_forward,
-    layer_for,
 )
 from fop.settings import GROUP_OPTIONS, Settings, Skip
 from fop.shards import check_shards
@@ -32,7 +32,7 @@ class Use:
     """A module that uses a weight, and whether its inputs and outputs enter the curvature."""
 
     module: nn.Module
-    layer: Layer
+    adapter: LayerAdapter
     curvature: bool = True
     sequence_first: bool = False  # in a call with three dimensions the second counts examples
 
@@ -75,7 +75,7 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
             continue
         if module in inside_attention:
             continue
-        layer, weight = layer_for(module, norms=norms), module._parameters.get("weight")
+        layer, weight = adapter_for(module, norms=norms), module._parameters.get("weight")
         if layer is None and any(p is not None for p in module._parameters.values()):
             # Seen by default where a user would expect curvature: matrices of torch's layers.
             torchs_own = type(module).__module__.startswith("torch.nn.modules.")
@@ -92,7 +92,7 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
         elif weight.numel() == 0:
             reason = "its weight is empty"
         else:
-            reason = layer.refusal(module)
+            reason = layer.unsupported_reason(module)
             if reason is None and not inside_attention.isdisjoint(sharing):
                 reason = "it shares parameters with nn.MultiheadAttention"
             if reason is None and (uses is None or not skipped.isdisjoint(sharing)):
@@ -187,15 +187,15 @@ def _uses(
     has the roles of inputs and outputs exchanged: its gradient counts, and the curvature is that of
     the output layer.
     """
-    pairs: list[tuple[Layer, nn.Module]] = []
+    pairs: list[tuple[LayerAdapter, nn.Module]] = []
     for module in modules:
-        layer = layer_for(module, norms=norms)
-        if layer is None or layer.refusal(module) is not None:
+        layer = adapter_for(module, norms=norms)
+        if layer is None or layer.unsupported_reason(module) is not None:
             return None
         pairs.append((layer, module))
-    pairs.sort(key=lambda pair: pair[0].indexed)  # stable: layers with real inputs lead
+    pairs.sort(key=lambda pair: pair[0].one_hot)  # stable: layers with real inputs lead
     leading = type(pairs[0][0]) if pairs else None
-    if any(type(layer) is not leading and not layer.indexed for layer, _ in pairs):
+    if any(type(layer) is not leading and not layer.one_hot for layer, _ in pairs):
         return None
     return tuple(
         Use(module, layer, type(layer) is leading, module in sequence_first)

@@ -86,7 +86,7 @@ class Notices:
 
     def _no_examples(self, numbers: Mapping[Block, str]) -> None:
         new = self._unsaid("no examples", numbers)
-        tables = {block: text for block, text in new.items() if block.layer.indexed}
+        tables = {block: text for block, text in new.items() if block.layer.one_hot}
         if tables:  # nothing to worry about
             logger.info(
                 "uses the fallback optimizer (looked up once for the whole batch, as position "

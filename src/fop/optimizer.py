@@ -105,16 +105,16 @@ class SecondOrderOptimizer(Optimizer):
         attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
-            layer = found.uses[0].layer
+            layer = found.uses[0].adapter
             capture = LayerCapture(layer, found.weight, found.bias, self._engine.plan)
             self._engine.add(found.name, found.module_name, capture)
             if watching:
                 handles.append(watch_gradient(capture))
             for use in found.uses if watching else ():
-                if isinstance(use.layer, ProjectionLayer):
-                    attentions.setdefault(use.module, {})[capture] = use.layer
+                if isinstance(use.adapter, ProjectionLayer):
+                    attentions.setdefault(use.module, {})[capture] = use.adapter
                 else:
-                    how = (use.layer, use.curvature, use.sequence_first)
+                    how = (use.adapter, use.curvature, use.sequence_first)
                     handles.append(watch_module(use.module, capture, *how))
         if watching:
             handles += watch_batch(self._model, self._engine.plan.examples)

@@ -1,6 +1,6 @@
 """Layer types the optimizer preconditions.
 
-A new one is a `Layer` subclass and one line in `LAYER_TYPES`, or `NORM_TYPES` for a normalisation.
+A new one is a `LayerAdapter` and one line in `LAYER_TYPES`, or `NORM_TYPES` for a normalisation.
 nn.MultiheadAttention is four layers in one module, and has its own way in (`fop/attention.py`).
 """
 
@@ -16,14 +16,14 @@ from fop.layers.attention import (
     attention_parameters,
     has_own_forward,
 )
-from fop.layers.base import Layer
+from fop.layers.base import LayerAdapter
 from fop.layers.conv import ConvLayer, ConvTransposeLayer
 from fop.layers.embedding import EmbeddingLayer
 from fop.layers.folded import folded
 from fop.layers.linear import LinearLayer
 from fop.layers.norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, NormLayer
 
-LAYER_TYPES: dict[type[nn.Module], type[Layer]] = {
+LAYER_TYPES: dict[type[nn.Module], type[LayerAdapter]] = {
     nn.Linear: LinearLayer,
     nn.Conv1d: ConvLayer,
     nn.Conv2d: ConvLayer,
@@ -44,7 +44,7 @@ NORM_TYPES: dict[type[nn.Module], type[NormLayer]] = {
 }
 
 
-def layer_for(module: nn.Module, *, norms: bool = False) -> Layer | None:
+def adapter_for(module: nn.Module, *, norms: bool = False) -> LayerAdapter | None:
     """The adapter of a module, or None where its type is not supported.
 
     A subclass counts only if it inherits its base's forward. What else may change what a module
@@ -70,13 +70,13 @@ __all__ = [
     "LAYER_TYPES",
     "NORM_TYPES",
     "ROLES",
-    "Layer",
+    "LayerAdapter",
     "NormLayer",
     "ProjectionLayer",
     "Role",
+    "adapter_for",
     "attention_parameters",
     "folded",
     "has_own_forward",
-    "layer_for",
     "supported_type",
 ]

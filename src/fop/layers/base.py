@@ -36,7 +36,7 @@ class Gram(Protocol):
         ...
 
 
-class Layer(ABC):
+class LayerAdapter(ABC):
     """The geometry of one module. Holds numbers copied from the module, never the module itself.
 
     It is built at every call and compared with the one before, which is how a changed module is
@@ -44,16 +44,18 @@ class Layer(ABC):
     """
 
     groups: int = 1
-    indexed: bool = False  # inputs are indices that stand for one-hot rows
-    observed: bool = False  # autograd's own backward stays; only `example_gradients` are taken
-    bias_column: bool = True  # the bias is the matrix's last column, for a constant input 1
+    one_hot: bool = False  # inputs are indices that stand for one-hot rows
+    autograd_backward: bool = (
+        False  # autograd's own backward stays; only `example_gradients` are taken
+    )
+    homogeneous_bias: bool = True  # the bias is the matrix's last column, for a constant input 1
     state_prefix: str = ""  # before the names of its state, where layers share a weight's rows
 
     @abstractmethod
     def __init__(self, module: nn.Module) -> None: ...
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
+    def unsupported_reason(cls, module: nn.Module) -> str | None:
         """Why a module of a supported type can't be preconditioned all the same."""
         return None
 
@@ -101,7 +103,7 @@ class Layer(ABC):
 
     @abstractmethod
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        """[n, groups, s, i], or [n, s] if `indexed`. The gradient is given for its sizes only."""
+        """[n, groups, s, i], or [n, s] if `one_hot`. The gradient is given for its sizes only."""
 
     def input_totals(self, x: Tensor, grad: Tensor) -> Tensor:
         """Input rows summed over positions, [n, groups, i]."""

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Gram, Layer
+from fop.layers.base import Gram, LayerAdapter
 from fop.layers.patches import Patches, Sizes
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
-class _AnyConvolution(Layer):
+class _AnyConvolution(LayerAdapter):
     """What both directions share."""
 
     transposed: bool

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer
+from fop.layers.base import LayerAdapter
 
 
-class EmbeddingLayer(Layer):
-    indexed = True
+class EmbeddingLayer(LayerAdapter):
+    one_hot = True
 
     def __init__(self, module: nn.Module) -> None:
         assert isinstance(module, nn.Embedding)
@@ -23,7 +23,7 @@ class EmbeddingLayer(Layer):
         self._padding_index = -1 if module.padding_idx is None else module.padding_idx
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
+    def unsupported_reason(cls, module: nn.Module) -> str | None:
         assert isinstance(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer
+from fop.layers.base import LayerAdapter
 
 
-class LinearLayer(Layer):
+class LinearLayer(LayerAdapter):
     def __init__(self, module: nn.Module) -> None:
         del module  # its shapes are read off the tensors
 

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer
+from fop.layers.base import LayerAdapter
 
 
-class NormLayer(Layer):
-    observed = True
-    bias_column = False
+class NormLayer(LayerAdapter):
+    autograd_backward = True
+    homogeneous_bias = False
 
     def __init__(self, module: nn.Module) -> None:
         weight = module._parameters["weight"]
