@@ -1,8 +1,4 @@
-"""Every layer type is brought to the canonical form that the curvature is built on.
-
-Given that form, the mathematics is tested against the dense reference on Linear and Conv2d. Here
-each type and option must satisfy what the form means, and equal another layer where it can.
-"""
+"""Every layer type is brought to the canonical form, and equals another layer where it can."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fop
-from fop.layers import LAYER_TYPES, adapter_for
+from fop.layers import ADAPTERS, NormLayer, adapter_for
+from fop.testing import check_layer
 from tests.common import distance, snapshot
 
 # module type, arguments, keyword arguments, shape of one input
@@ -36,17 +33,8 @@ CASES: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any], tuple[int, .
     (nn.ConvTranspose2d, (4, 2, 3), {"dilation": 2, "groups": 2, "padding": 3}, (4, 3, 4)),
     (nn.ConvTranspose2d, (2, 2, 2), {"padding": 1, "dilation": 1, "stride": 1}, (2, 4, 4)),
     (nn.ConvTranspose3d, (2, 2, 2), {"stride": (2, 1, 2), "padding": (1, 0, 0)}, (2, 2, 3, 2)),
+    (nn.Embedding, (6, 3), {}, (2,)),
 ]  # fmt: skip
-cases = pytest.mark.parametrize(
-    ("kind", "arguments", "options", "shape"),
-    CASES,
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-
-
-def test_every_supported_type_has_a_case() -> None:
-    # embeddings take indices: tests/test_wide_layers.py
-    assert {case[0] for case in CASES} == set(LAYER_TYPES) - {nn.Embedding}
 
 
 def build(kind: Any, arguments: tuple[int, ...], options: dict[str, Any]) -> nn.Module:
@@ -54,63 +42,24 @@ def build(kind: Any, arguments: tuple[int, ...], options: dict[str, Any]) -> nn.
     return kind(*arguments, **options).double()
 
 
-@cases
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options", "shape"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_rows_rebuild_the_output_and_the_gradient(
+def test_adapters_pass_the_battery(
     kind: Any, arguments: tuple[int, ...], options: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
-    """Output rows are input rows times the matrix, and the gradient is the sum of g x^T."""
+    """Output, gradients, rows, moments and steps are those of autograd and dense matrices."""
     module = build(kind, arguments, options)
-    layer = adapter_for(module)
-    assert layer is not None
-    x = layer.prepare(torch.randn(3, *shape, dtype=torch.float64))
-    output = module(x) if layer.prepare(x) is x else layer_output(module, x)
-    grad = torch.randn_like(output)
-    inputs, outputs = layer.input_rows(x, grad), layer.output_rows(grad)
-    assert inputs.shape[:3] == outputs.shape[:3]
-    assert (outputs.shape[-1], inputs.shape[-1]) == layer.matrix_shape(module.weight, False)
-
-    matrix = layer.to_matrix(module.weight, None)
-    rebuilt = torch.einsum("ngsi,goi->ngso", inputs, matrix)
-    if module.bias is not None:
-        rebuilt = rebuilt + module.bias.reshape(layer.groups, 1, -1)
-    assert torch.allclose(rebuilt, layer.output_rows(output))
-
-    output.backward(grad)
-    of_weight, of_bias = module.weight.grad, module.bias.grad if module.bias is not None else None
-    expected = torch.einsum("ngso,ngsi->goi", outputs, inputs)
-    assert torch.allclose(layer.to_matrix(of_weight, None), expected)
-    parts = layer.from_matrix(layer.to_matrix(of_weight, of_bias), module.weight, module.bias)
-    assert torch.equal(parts[0], of_weight)
-    assert of_bias is None or torch.equal(parts[1], of_bias)
+    x = torch.randn(3, *shape)
+    check_layer(module, x if kind is not nn.Embedding else torch.randint(6, (3, *shape)))
 
 
-def layer_output(module: nn.Module, prepared: Tensor) -> Tensor:
-    """The module's own arithmetic on an input that is padded already."""
-    convolve = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
-    function = convolve[len(module.kernel_size)]
-    return function(
-        prepared, module.weight, module.bias, module.stride, 0, module.dilation, module.groups
-    )
-
-
-@cases
-@pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_gradients_of_a_watched_layer_are_autograds(
-    kind: Any, arguments: tuple[int, ...], options: dict[str, Any], shape: tuple[int, ...]
-) -> None:
-    x = torch.randn(5, *shape, dtype=torch.float64)
-    found = []
-    for watch in (False, True):
-        module = build(kind, arguments, options)
-        optimizer = fop.FOP(module) if watch else None
-        leaf = x.clone().requires_grad_()
-        module(leaf).pow(3).mean().backward()
-        found.append([leaf.grad, *(p.grad for p in module.parameters())])
-        if optimizer is not None:
-            optimizer.step()
-            assert len(fop.diagnostics(optimizer)) == 1
-    assert distance(*found) < 1e-12
+def test_every_registered_type_has_a_case() -> None:
+    norms = {kind for kind, adapter in ADAPTERS.items() if issubclass(adapter, NormLayer)}
+    assert {case[0] for case in CASES} == set(ADAPTERS) - norms  # these: tests/test_norms.py
 
 
 def train(module: nn.Module, squeeze: int | None, shape: tuple[int, ...]) -> list[Tensor]:

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fop
 from fop import verify
-from fop.layers import LAYER_TYPES
 from fop.layers.linear import LinearLayer
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
@@ -410,14 +409,14 @@ class Forgetful(ScaledLayer):
 
 @pytest.mark.parametrize("adapter", [ScaledLayer, Forgetful])
 def test_a_registered_adapter_gives_torchs_gradients_or_is_not_used(
-    adapter: type[LinearLayer], monkeypatch: pytest.MonkeyPatch
+    adapter: type[LinearLayer],
 ) -> None:
     """No other method than `weight_gradient` knows the weight's gradient."""
-    monkeypatch.setitem(LAYER_TYPES, Scaled, adapter)
     torch.manual_seed(0)
     module = Scaled(5, 3).double()
     plain, (x, _) = copy.deepcopy(module), points()
-    optimizer = fop.FOP(module)
+    with fop.register_layer(Scaled, adapter):
+        optimizer = fop.FOP(module)
     for one in (module, plain):
         one(x).pow(3).mean().backward()
     assert distance(of_parameters(module), of_parameters(plain)) < 1e-10

@@ -55,9 +55,10 @@ class _AnyConvolution(LayerAdapter):
         return torch.convolution(self.prepare(x), weight, bias, *geometry, sizes, self.groups)
 
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        if x.dim() == self.dimensions + 2:
-            return x, grad
-        return x.unsqueeze(0), grad.unsqueeze(0)
+        return (x, grad) if self.free_dimensions(x) else (x.unsqueeze(0), grad.unsqueeze(0))
+
+    def free_dimensions(self, x: Tensor) -> int:
+        return x.dim() - self.dimensions - 1
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return self._backward(grad, x, weight, (True, False, False))[0]

@@ -59,12 +59,6 @@ class EmbeddingLayer(LayerAdapter):
         indices = x.reshape(x.shape[0], -1)
         return indices.masked_fill(indices == self._padding_index, -1)
 
-    def output_rows(self, grad: Tensor) -> Tensor:
-        return grad.reshape(grad.shape[0], 1, -1, grad.shape[-1])
-
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
-        return weight.shape[1], weight.shape[0]
-
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.t().unsqueeze(0)
 

@@ -71,7 +71,7 @@ class FoldedNorm(NormLayer):
 
     def __init__(self, layer: NormLayer, rows: int) -> None:
         self._layer, self._rows = layer, rows
-        self.groups = layer.groups
+        self.groups, self.shape = layer.groups, layer.shape
 
     def units_last(self, x: Tensor) -> Tensor:
         return self._layer.units_last(x)

@@ -30,7 +30,7 @@ class NormLayer(LayerAdapter):
     def __init__(self, module: nn.Module) -> None:
         weight = module._parameters["weight"]
         assert weight is not None
-        self.groups = weight.numel()
+        self.groups, self.shape = weight.numel(), weight.shape
         self.eps: float | None = module.eps  # type: ignore[assignment]
 
     @abstractmethod
@@ -74,14 +74,17 @@ class NormLayer(LayerAdapter):
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return x, grad
 
+    def free_dimensions(self, x: Tensor) -> int:
+        return 1
+
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         raise AssertionError("autograd computes it")
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return grad[..., 0].sum(0).reshape(weight.shape)
+        return grad[..., 0].sum(0).reshape(self.shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad[..., 1].sum(0)
+        return grad[..., 1].sum(0).reshape(self.shape)
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return grad.new_ones(grad.shape[0], self.groups, 1, 1)
