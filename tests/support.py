@@ -56,6 +56,13 @@ UNITWISE = Row(
 
 OTHER_LAYERS = [
     Row(
+        "A layer type of your own",
+        "`fop.register_layer`, with an adapter; `fop.testing.check_layer` tests it",
+        "register_layer::test_a_minimal_adapter_passes_the_battery "
+        "register_layer::test_it_trains_like_linear_layers "
+        "register_layer::test_the_battery_names_a_mistake",
+    ),
+    Row(
         "`nn.LSTM`, `nn.GRU`, `nn.EmbeddingBag`, any other module",
         "fallback, named in the log",
         "loops::test_other_layers_are_trained_by_the_fallback_and_named",

@@ -16,18 +16,18 @@ from torch.utils.hooks import RemovableHandle
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
-from fop.distributed import GroupReference, describe, join_group
-from fop.engine import Engine
-from fop.examples import watch_batch
-from fop.fisher import ExtraPass, attach_output
-from fop.groups import (
+from fop.discovery import (
     FoundLayer,
-    build_groups,
     check_model,
     describe_modules,
     find_layers,
     unwrapped,
 )
+from fop.distributed import GroupReference, describe, join_group
+from fop.engine import Engine
+from fop.examples import watch_batch
+from fop.fisher import ExtraPass, attach_output
+from fop.groups import build_groups
 from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.rules import reference_lr

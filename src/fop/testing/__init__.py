@@ -49,7 +49,7 @@ def check_layer(
         raise ValueError(f"there is nothing to check in this {type(module).__name__}: {problem}")
     with torch.no_grad():
         for parameter in module.parameters():  # a bias of zeros would hide that it is left out
-            parameter += 0.1 * direction(parameter)
+            parameter.add_(direction(parameter), alpha=0.1)
     x = inputs.double() if inputs.is_floating_point() else inputs
     expect = _Expectation(type(adapter).__name__, tolerance)
     _check_matrix(expect, adapter, module)
