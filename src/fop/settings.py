@@ -8,7 +8,7 @@ What may differ between parameter groups (lr, momentum, weight decay, damping) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
@@ -19,6 +19,8 @@ from fop.scaling import Number
 from fop.validate import Check, number, one_of, unless, whole
 
 if TYPE_CHECKING:
+    from typing import Required  # new in Python 3.11
+
     from torch.distributed import ProcessGroup
 
 Interval = int | Callable[[int], int]
@@ -36,46 +38,33 @@ SETUP = frozenset({"process_group", "skip", "param_groups"})
 # ---- options with options of their own
 
 
-class _NamedFallback(TypedDict):
-    name: Literal["adamw", "sgd"]
-
-
-class Fallback(_NamedFallback, total=False):
+class Fallback(TypedDict, total=False):
     """The optimizer of parameters without curvature; `betas` and `eps` are AdamW's."""
 
+    name: Required[Literal["adamw", "sgd"]]
     lr: float
     betas: tuple[float, float]
     eps: float
 
 
-class _NamedFisher(TypedDict):
-    name: Literal["empirical", "mc", "exact"]
-
-
-class Fisher(_NamedFisher, total=False):
+class Fisher(TypedDict, total=False):
     """Where curvature comes from; `likelihood` and `model_output` are for "mc" and "exact"."""
 
+    name: Required[Literal["empirical", "mc", "exact"]]
     likelihood: Literal["categorical", "bernoulli", "gaussian"]
     model_output: Callable[[Any], Tensor]
 
 
-class _Interval(TypedDict):
-    steps: Interval
-
-
-class Schedule(_Interval, total=False):
+class Schedule(TypedDict, total=False):
     """When the layers refresh their curvature."""
 
+    steps: Required[Interval]
     stagger: bool
 
 
 # Options and their checks, by name.
 FALLBACKS: Mapping[str, Mapping[str, Check]] = {
-    "adamw": {
-        "lr": number(low=0.0),
-        "betas": validate.betas,
-        "eps": number(low=0.0),
-    },
+    "adamw": {"lr": number(low=0.0), "betas": validate.betas, "eps": number(low=0.0)},
     "sgd": {"lr": number(low=0.0)},
 }
 SAMPLING: Mapping[str, Check] = {
@@ -172,9 +161,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            check = option.metadata["check"]
-            if check is not None:
-                check(option.name, getattr(self, option.name))
+            if option.metadata["check"] is not None:
+                option.metadata["check"](option.name, getattr(self, option.name))
         check_group(self.of_groups)
 
     @classmethod
@@ -226,7 +214,10 @@ class Settings:
             option.name: getattr(self, option.name)
             for option in fields(self)
             if option.name in ("kl_clip", "update_every", "fisher")
-            or (option.name not in (*SETUP, *_PER_GROUP) and not _by_default(self, option))
+            or (
+                option.name not in (*SETUP, *_PER_GROUP)
+                and getattr(self, option.name) != option.default
+            )
         }
         return ", ".join(f"{name}: {value}" for name, value in values.items())
 
@@ -244,10 +235,6 @@ class Settings:
         if self.curvature == "identity":
             return False
         return step in EARLY_REFRESH_STEPS or (step - 1 - phase) % self.interval(step) == 0
-
-
-def _by_default(settings: Settings, option: Field[Any]) -> bool:
-    return bool(getattr(settings, option.name) == option.default)
 
 
 def _as_dict(value: object, key: str) -> dict[str, Any]:

@@ -42,17 +42,11 @@ class EmbeddingLayer(LayerAdapter):
     def free_dimensions(self, x: Tensor) -> int:
         return x.dim()
 
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        raise AssertionError("indices have no gradient")
-
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         gradient: Tensor = torch.ops.aten.embedding_dense_backward(
             grad, x, weight.shape[0], self._padding_index, False
         )
         return gradient
-
-    def bias_gradient(self, grad: Tensor) -> Tensor:
-        raise AssertionError("an embedding has no bias")
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         """Indices [n, s] in place of one-hot rows; the padding index, whose row is zero, is -1."""

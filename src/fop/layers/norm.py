@@ -77,9 +77,6 @@ class NormLayer(LayerAdapter):
     def free_dimensions(self, x: Tensor) -> int:
         return 1
 
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        raise AssertionError("autograd computes it")
-
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return grad[..., 0].sum(0).reshape(self.shape)
 
