@@ -145,6 +145,25 @@ def test_a_removed_registration_serves_no_new_optimizer(caplog: pytest.LogCaptur
     assert "no curvature for Conv1D): '0', '2'" in caplog.text
 
 
+def test_an_adapter_that_does_not_fit_is_disabled_in_training() -> None:
+    """Torch's own gradient is used, and the layer is named."""
+
+    class Forgetful(ScaledAdapter):
+        def output_rows(self, grad: Tensor) -> Tensor:
+            return fop.LayerAdapter.output_rows(self, grad)
+
+    module, (x, _) = Scaled(5, 3).double(), points()
+    plain = copy.deepcopy(module)
+    with fop.register_layer(Scaled, Forgetful):
+        optimizer = fop.FOP(module)
+    for one in (module, plain):
+        one(x).pow(3).mean().backward()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, torchs.grad) for ours, torchs in pairs)
+    with pytest.warns(RuntimeWarning, match="the gradient of its weight is not the adapter's"):
+        optimizer.step()
+
+
 def test_override_replaces_an_adapter_until_it_is_removed() -> None:
     class Own(LinearLayer):
         pass
