@@ -138,6 +138,9 @@ def test_a_removed_registration_serves_no_new_optimizer(caplog: pytest.LogCaptur
     theirs, _ = both()
     optimizer = fop.FOP(theirs)
     handle.remove()
+    with fop.register_layer(Conv1D, ScaledAdapter):
+        handle.remove()  # once more, and of another
+        assert ADAPTERS[Conv1D] is ScaledAdapter
     train(theirs, optimizer, batches())
     assert list(fop.diagnostics(optimizer)) == ["0", "2"]
     with caplog.at_level(logging.INFO, "fop"):

@@ -75,8 +75,8 @@ class _Search:
         self._inside_attention = {child for a in self._attentions for child in a.children()}
         rules = _skip_rules(model, skip)
         skipped = {m for name, m in model.named_modules() if any(_skips(r, name, m) for r in rules)}
-        whole = [attention for attention in self._attentions if attention in skipped]
-        self._skipped = skipped | {child for attention in whole for child in attention.children()}
+        entire = [attention for attention in self._attentions if attention in skipped]
+        self._skipped = skipped | {child for attention in entire for child in attention.children()}
         self._taken: set[nn.Parameter | None] = set()
         self._left_out: dict[tuple[int, str], list[str]] = {}
 
@@ -275,8 +275,8 @@ def check_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, "
-            "not its parameters, because the optimizer watches the layers; group parameters with "
-            "param_groups=[...]"
+            "not its parameters, because the optimizer has hooks on the layers; group parameters "
+            "with param_groups=[...]"
         )
     inner, _ = unwrapped(model)
     check_shards(inner)

@@ -7,7 +7,7 @@ one constant input, the Kronecker form G (x) 1 of that is the exact Fisher of th
     input rows  [n, units, 1, 1], all ones        output rows  [n, units, 1, 2]
     matrix      [units, 2, 1]: weight and bias    without bias [units, 1, 1]
 
-The layer's own backward stays as it is; its cost is too small to own. z is computed anew from the
+The layer's own backward stays as it is; its cost is too small to own. z is computed again from the
 input, because dividing the output by the weight would fail where a weight is zero.
 """
 

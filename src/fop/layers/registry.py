@@ -31,19 +31,19 @@ ADAPTERS: dict[type[nn.Module], type[LayerAdapter]] = {
 
 
 class Registration:
-    """Ends with `remove()`, or with the `with` block that it is used in."""
+    """Ends with `remove()`, or with the `with` statement that it is used in."""
 
-    def __init__(
-        self, module_type: type[nn.Module], adapter_type: type[LayerAdapter] | None
-    ) -> None:
-        self._module_type, self._before = module_type, adapter_type
+    def __init__(self, module_type: type[nn.Module], adapter_type: type[LayerAdapter]) -> None:
+        self._module_type, self._adapter_type = module_type, adapter_type
+        self._before = ADAPTERS.get(module_type)
+        ADAPTERS[module_type] = adapter_type
 
     def remove(self) -> None:
         """Back to what was registered before; optimizers that are built keep their adapters."""
-        if self._before is None:
-            ADAPTERS.pop(self._module_type, None)
-        else:
-            ADAPTERS[self._module_type] = self._before
+        if ADAPTERS.get(self._module_type) is self._adapter_type:  # not replaced, nor removed
+            del ADAPTERS[self._module_type]
+            if self._before is not None:
+                ADAPTERS[self._module_type] = self._before
 
     def __enter__(self) -> Registration:
         return self
@@ -85,8 +85,7 @@ def register_layer(
             f"{module_type.__name__} has the adapter {before.__name__} already: pass override=True "
             f"to use {adapter_type.__name__} instead, or remove() the earlier registration"
         )
-    ADAPTERS[module_type] = adapter_type
-    return Registration(module_type, before)
+    return Registration(module_type, adapter_type)
 
 
 def _is_class(value: object, base: type) -> bool:
