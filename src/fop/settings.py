@@ -19,8 +19,6 @@ from fop.scaling import Number
 from fop.validate import Check, number, one_of, unless, whole
 
 if TYPE_CHECKING:
-    from typing import Required  # new in Python 3.11
-
     from torch.distributed import ProcessGroup
 
 Interval = int | Callable[[int], int]
@@ -38,27 +36,36 @@ SETUP = frozenset({"process_group", "skip", "param_groups"})
 # ---- options with options of their own
 
 
-class Fallback(TypedDict, total=False):
+class _NamedFallback(TypedDict):
+    name: Literal["adamw", "sgd"]
+
+
+class Fallback(_NamedFallback, total=False):
     """The optimizer of parameters without curvature; `betas` and `eps` are AdamW's."""
 
-    name: Required[Literal["adamw", "sgd"]]
     lr: float
     betas: tuple[float, float]
     eps: float
 
 
-class Fisher(TypedDict, total=False):
+class _NamedFisher(TypedDict):
+    name: Literal["empirical", "mc", "exact"]
+
+
+class Fisher(_NamedFisher, total=False):
     """Where curvature comes from; `likelihood` and `model_output` are for "mc" and "exact"."""
 
-    name: Required[Literal["empirical", "mc", "exact"]]
     likelihood: Literal["categorical", "bernoulli", "gaussian"]
     model_output: Callable[[Any], Tensor]
 
 
-class Schedule(TypedDict, total=False):
+class _Interval(TypedDict):
+    steps: Interval
+
+
+class Schedule(_Interval, total=False):
     """When the layers refresh their curvature."""
 
-    steps: Required[Interval]
     stagger: bool
 
 
