@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fop.layers import LAYER_TYPES, NORM_TYPES
+from fop.layers import ADAPTERS as REGISTERED
+from fop.layers import NormLayer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
@@ -31,12 +32,12 @@ ADAPTERS = {
     "ConvLayer": Row(
         "",
         "Kronecker factors, exact for each group; any stride, dilation, padding and padding mode",
-        f"{EXACT} layers::test_rows_rebuild_the_output_and_the_gradient",
+        f"{EXACT} layers::test_adapters_pass_the_battery",
     ),
     "ConvTransposeLayer": Row(
         "",
         "Kronecker factors, exact for each group, of the mirrored convolution",
-        f"{EXACT} layers::test_rows_rebuild_the_output_and_the_gradient",
+        f"{EXACT} layers::test_adapters_pass_the_battery",
     ),
     "EmbeddingLayer": Row(
         "",
@@ -54,6 +55,13 @@ UNITWISE = Row(
 )
 
 OTHER_LAYERS = [
+    Row(
+        "A layer type of your own",
+        "`fop.register_layer`, with an adapter; `fop.testing.check_layer` tests it",
+        "register_layer::test_a_minimal_adapter_passes_the_battery "
+        "register_layer::test_it_trains_like_linear_layers "
+        "register_layer::test_the_battery_names_a_mistake",
+    ),
     Row(
         "`nn.LSTM`, `nn.GRU`, `nn.EmbeddingBag`, any other module",
         "fallback, named in the log",
@@ -453,9 +461,9 @@ RANKS = [
 def layers() -> list[Row]:
     """One row for every registered type; a new adapter needs its line in ADAPTERS."""
     rows = []
-    for module, adapter in LAYER_TYPES.items():
-        rows.append(ADAPTERS[adapter.__name__]._replace(what=_name(module)))
-    rows += [UNITWISE._replace(what=_name(module)) for module in NORM_TYPES]
+    for module, adapter in REGISTERED.items():
+        row = UNITWISE if issubclass(adapter, NormLayer) else ADAPTERS[adapter.__name__]
+        rows.append(row._replace(what=_name(module)))
     return rows + OTHER_LAYERS
 
 

@@ -22,6 +22,7 @@ ALLOWED = {
     "scaling": set(),
     "schedules": set(),
     "shards": set(),
+    "slices": {"shards"},
     "entries": {"linalg"},
     "checkpoints": {"entries", "moments", "settings"},
     "stagger": set(),
@@ -38,7 +39,8 @@ ALLOWED = {
     "hooks": {"capture", "examples", "layers", "linalg", "verify"},
     "attention": {"capture", "hooks", "layers"},
     "fisher": {"capture", "hooks", "settings"},
-    "groups": {"layers", "settings", "shards"},
+    "discovery": {"layers", "settings", "shards"},
+    "groups": {"settings"},
     "rules": {"moments", "scaling"},
     "skips": {"linalg", "scaling", "shards"},
     "block": {"capture", "costs", "curvature", "layers", "moments", "scaling", "settings"},
@@ -79,6 +81,7 @@ ALLOWED = {
         "attention",
         "capture",
         "checkpoints",
+        "discovery",
         "distributed",
         "engine",
         "examples",
@@ -92,6 +95,7 @@ ALLOWED = {
         "trainers",
     },
     "integrations": {"optimizer"},
+    "testing": {"layers", "optimizer", "testing"},
     "diagnostics": {
         "block",
         "curvature",
@@ -101,7 +105,7 @@ ALLOWED = {
         "projection",
         "scaling",
     },
-    "__init__": {"diagnostics", "optimizer", "schedules"},
+    "__init__": {"diagnostics", "layers", "optimizer", "schedules"},
 }
 
 # Packages besides torch: only where a user of that package asks for its glue.
@@ -151,6 +155,7 @@ def test_the_library_imports_no_more_than_torch_does() -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(fop.__all__) == ["FOP", "KFAC", "diagnostics", "noise_scale", "scale_to_batch"]
+    names = "FOP KFAC LayerAdapter diagnostics noise_scale register_layer scale_to_batch"
+    assert sorted(fop.__all__) == names.split()
     assert set(dir(fop)) == {*fop.__all__, "__version__"}
     assert (ROOT / "py.typed").exists()

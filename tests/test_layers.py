@@ -1,8 +1,4 @@
-"""Every layer type is brought to the canonical form that the curvature is built on.
-
-Given that form, the mathematics is tested against the dense reference on Linear and Conv2d. Here
-each type and option must satisfy what the form means, and equal another layer where it can.
-"""
+"""Every layer type is brought to the canonical form that the curvature is built on."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fop
-from fop.layers import LAYER_TYPES, layer_for
+from fop.layers import ADAPTERS, NormLayer, adapter_for
+from fop.testing import check_layer
 from tests.common import distance, snapshot
 
 # module type, arguments, keyword arguments, shape of one input
@@ -36,17 +33,8 @@ CASES: list[tuple[type[nn.Module], tuple[int, ...], dict[str, Any], tuple[int, .
     (nn.ConvTranspose2d, (4, 2, 3), {"dilation": 2, "groups": 2, "padding": 3}, (4, 3, 4)),
     (nn.ConvTranspose2d, (2, 2, 2), {"padding": 1, "dilation": 1, "stride": 1}, (2, 4, 4)),
     (nn.ConvTranspose3d, (2, 2, 2), {"stride": (2, 1, 2), "padding": (1, 0, 0)}, (2, 2, 3, 2)),
+    (nn.Embedding, (6, 3), {}, (2,)),
 ]  # fmt: skip
-cases = pytest.mark.parametrize(
-    ("kind", "arguments", "options", "shape"),
-    CASES,
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-
-
-def test_every_supported_type_has_a_case() -> None:
-    # embeddings take indices: tests/test_wide_layers.py
-    assert {case[0] for case in CASES} == set(LAYER_TYPES) - {nn.Embedding}
 
 
 def build(kind: Any, arguments: tuple[int, ...], options: dict[str, Any]) -> nn.Module:
@@ -54,120 +42,35 @@ def build(kind: Any, arguments: tuple[int, ...], options: dict[str, Any]) -> nn.
     return kind(*arguments, **options).double()
 
 
-@cases
+@pytest.mark.parametrize(
+    ("kind", "arguments", "options", "shape"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_rows_rebuild_the_output_and_the_gradient(
+def test_adapters_pass_the_battery(
     kind: Any, arguments: tuple[int, ...], options: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
-    """Output rows are input rows times the matrix, and the gradient is the sum of g x^T."""
+    """Output, gradients, rows, moments and steps are those of autograd and dense matrices."""
     module = build(kind, arguments, options)
-    layer = layer_for(module)
-    assert layer is not None
-    x = layer.prepare(torch.randn(3, *shape, dtype=torch.float64))
-    output = module(x) if layer.prepare(x) is x else layer_output(module, x)
-    grad = torch.randn_like(output)
-    inputs, outputs = layer.input_rows(x, grad), layer.output_rows(grad)
-    assert inputs.shape[:3] == outputs.shape[:3]
-    assert (outputs.shape[-1], inputs.shape[-1]) == layer.matrix_shape(module.weight, False)
-
-    matrix = layer.to_matrix(module.weight, None)
-    rebuilt = torch.einsum("ngsi,goi->ngso", inputs, matrix)
-    if module.bias is not None:
-        rebuilt = rebuilt + module.bias.reshape(layer.groups, 1, -1)
-    assert torch.allclose(rebuilt, layer.output_rows(output))
-
-    output.backward(grad)
-    of_weight, of_bias = module.weight.grad, module.bias.grad if module.bias is not None else None
-    expected = torch.einsum("ngso,ngsi->goi", outputs, inputs)
-    assert torch.allclose(layer.to_matrix(of_weight, None), expected)
-    parts = layer.from_matrix(layer.to_matrix(of_weight, of_bias), module.weight, module.bias)
-    assert torch.equal(parts[0], of_weight)
-    assert of_bias is None or torch.equal(parts[1], of_bias)
+    x = torch.randn(3, *shape)
+    check_layer(module, x if kind is not nn.Embedding else torch.randint(6, (3, *shape)))
 
 
-def layer_output(module: nn.Module, prepared: Tensor) -> Tensor:
-    """The module's own arithmetic on an input that is padded already."""
-    convolve = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}
-    function = convolve[len(module.kernel_size)]
-    return function(
-        prepared, module.weight, module.bias, module.stride, 0, module.dilation, module.groups
-    )
+def test_every_registered_type_has_a_case() -> None:
+    norms = {kind for kind, adapter in ADAPTERS.items() if issubclass(adapter, NormLayer)}
+    assert {case[0] for case in CASES} == set(ADAPTERS) - norms  # these: tests/test_norms.py
 
 
-@cases
-@pytest.mark.filterwarnings("ignore:Using padding='same'")
-def test_gradients_of_a_watched_layer_are_autograds(
-    kind: Any, arguments: tuple[int, ...], options: dict[str, Any], shape: tuple[int, ...]
-) -> None:
-    x = torch.randn(5, *shape, dtype=torch.float64)
-    found = []
-    for watch in (False, True):
-        module = build(kind, arguments, options)
-        optimizer = fop.FOP(module) if watch else None
-        leaf = x.clone().requires_grad_()
-        module(leaf).pow(3).mean().backward()
-        found.append([leaf.grad, *(p.grad for p in module.parameters())])
-        if optimizer is not None:
-            optimizer.step()
-            assert len(fop.diagnostics(optimizer)) == 1
-    assert distance(*found) < 1e-12
-
-
-def train(module: nn.Module, squeeze: int | None, shape: tuple[int, ...]) -> list[Tensor]:
-    """A few steps; `squeeze` is a dimension to add to the inputs."""
+def train(module: nn.Module, shape: tuple[int, ...]) -> list[Tensor]:
+    """A few steps."""
     optimizer = fop.FOP(module, damping=0.01)
     torch.manual_seed(3)
     for _ in range(3):
-        x = torch.randn(4, *shape, dtype=torch.float64)
-        if squeeze is not None:
-            x = x.unsqueeze(squeeze)
         optimizer.zero_grad()
-        module(x).pow(2).mean().backward()
+        module(torch.randn(4, *shape, dtype=torch.float64)).pow(2).mean().backward()
         optimizer.step()
     return snapshot(module)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_conv1d_trains_like_conv2d_of_height_one(transposed: bool) -> None:
-    one, two = (nn.ConvTranspose1d, nn.ConvTranspose2d) if transposed else (nn.Conv1d, nn.Conv2d)
-    options = {"stride": 2, "padding": 1, "groups": 2}
-    wide = {"stride": (1, 2), "padding": (0, 1), "groups": 2}
-    flat = build(one, (4, 4, 3), options)
-    tall = two(4, 4, (1, 3), **wide).double()  # type: ignore[arg-type]
-    with torch.no_grad():
-        tall.weight.copy_(flat.weight.unsqueeze(2))
-        tall.bias.copy_(flat.bias)
-    trained = train(tall, 2, (4, 8))
-    assert distance(train(flat, None, (4, 8)), [trained[0].squeeze(2), trained[1]]) < 1e-12
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_conv3d_of_depth_one_trains_like_conv2d(transposed: bool) -> None:
-    kinds = (nn.ConvTranspose2d, nn.ConvTranspose3d) if transposed else (nn.Conv2d, nn.Conv3d)
-    flat = build(kinds[0], (2, 4, (2, 3)), {"stride": (1, 2)})
-    deep = kinds[1](2, 4, (2, 1, 3), stride=(1, 1, 2)).double()
-    with torch.no_grad():
-        deep.weight.copy_(flat.weight.unsqueeze(3))
-        deep.bias.copy_(flat.bias)
-    trained = train(deep, 3, (2, 4, 7))
-    assert distance(train(flat, None, (2, 4, 7)), [trained[0].squeeze(3), trained[1]]) < 1e-12
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_transposed_convolution_trains_like_the_mirrored_convolution(groups: int) -> None:
-    """With stride 1, and padding k - 1 - p on the other side."""
-    mirror = build(nn.ConvTranspose2d, (4, 6, 3), {"padding": 1, "groups": groups})
-    plain = nn.Conv2d(4, 6, 3, padding=1, groups=groups).double()
-
-    def as_plain(weight: Tensor) -> Tensor:
-        parts = weight.chunk(groups)
-        return torch.cat([part.transpose(0, 1).flip(2, 3) for part in parts])
-
-    with torch.no_grad():
-        plain.weight.copy_(as_plain(mirror.weight))
-        plain.bias.copy_(mirror.bias)
-    trained = train(mirror, None, (4, 5, 5))
-    assert distance([as_plain(trained[0]), trained[1]], train(plain, None, (4, 5, 5))) < 1e-12
 
 
 def test_a_transposed_convolution_takes_an_output_size() -> None:
@@ -183,7 +86,7 @@ def test_a_transposed_convolution_takes_an_output_size() -> None:
     asked = Upsample().double()
     torch.manual_seed(0)
     built = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1).double()
-    assert distance(train(asked, None, (2, 4, 5)), train(built, None, (2, 4, 5))) < 1e-14
+    assert distance(train(asked, (2, 4, 5)), train(built, (2, 4, 5))) < 1e-14
 
 
 def test_channels_last_trains_like_contiguous() -> None:
@@ -210,6 +113,6 @@ def test_a_subclass_counts_only_with_the_same_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    assert layer_for(Renamed(2, 2)) is not None
-    assert layer_for(Changed(2, 2)) is None
-    assert layer_for(nn.Bilinear(2, 2, 2)) is None
+    assert adapter_for(Renamed(2, 2)) is not None
+    assert adapter_for(Changed(2, 2)) is None
+    assert adapter_for(nn.Bilinear(2, 2, 2)) is None

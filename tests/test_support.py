@@ -11,7 +11,6 @@ def test_the_page_is_what_registry_and_tests_say() -> None:
 
 def test_every_registered_layer_has_a_row_and_every_named_test_exists() -> None:
     described = {row.what for row in support.layers()}
-    registered = {*support.LAYER_TYPES, *support.NORM_TYPES}
-    assert {f"`nn.{module.__name__}`" for module in registered} <= described
+    assert {f"`nn.{module.__name__}`" for module in support.REGISTERED} <= described
     for path, function in support.named_tests():
         assert function in support.defined_tests(path), f"{path.name} has no {function}"

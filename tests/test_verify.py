@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import fop
 from fop import verify
-from fop.layers import LAYER_TYPES
-from fop.layers.linear import LinearLayer
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 
@@ -377,53 +374,3 @@ def test_attention_with_a_forward_of_its_own_has_torchs_gradients(when: str, whe
     else:
         optimizer.step()
     assert not fop.diagnostics(optimizer)
-
-
-# ---- adapters of others
-
-
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * F.linear(x, self.weight, self.bias)
-
-
-class ScaledLayer(LinearLayer):
-    """Says what differs, as CONTRIBUTING.md asks for."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
-        return 2 * super().forward(x, weight, bias, output)
-
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return 2 * super().input_gradient(grad, x, weight)
-
-    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return 2 * super().weight_gradient(grad, x, weight)
-
-    def bias_gradient(self, grad: Tensor) -> Tensor:
-        return 2 * super().bias_gradient(grad)
-
-
-class Forgetful(ScaledLayer):
-    def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return LinearLayer.weight_gradient(self, grad, x, weight)
-
-
-@pytest.mark.parametrize("adapter", [ScaledLayer, Forgetful])
-def test_a_registered_adapter_gives_torchs_gradients_or_is_not_used(
-    adapter: type[LinearLayer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No other method than `weight_gradient` knows the weight's gradient."""
-    monkeypatch.setitem(LAYER_TYPES, Scaled, adapter)
-    torch.manual_seed(0)
-    module = Scaled(5, 3).double()
-    plain, (x, _) = copy.deepcopy(module), points()
-    optimizer = fop.FOP(module)
-    for one in (module, plain):
-        one(x).pow(3).mean().backward()
-    assert distance(of_parameters(module), of_parameters(plain)) < 1e-10
-    if adapter is Forgetful:
-        with pytest.warns(RuntimeWarning, match="the gradient of its weight is not the adapter's"):
-            optimizer.step()
-    else:
-        optimizer.step()
-        assert list(fop.diagnostics(optimizer)) == [""]

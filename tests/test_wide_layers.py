@@ -64,19 +64,6 @@ def test_an_embedding_trains_like_a_linear_layer_on_one_hot_rows(
     assert distance(snapshot(looked_up), [expected[0].t(), *expected[1:]]) < 1e-11
 
 
-def test_reduced_sharing_keeps_the_diagonal_of_the_mean_rows() -> None:
-    looked_up, linear = Words(True).double(), Words(False).double()
-    data = [sentences((6, 5), 1)]
-    one = fop.KFAC(looked_up, sharing="reduce")
-    two = fop.KFAC(linear, sharing="reduce")
-    train(looked_up, one, data)
-    train(linear, two, data)
-    counts = one.state[looked_up.table.weight]["input_factor"]
-    dense = two.state[linear.table.weight]["input_factor"]
-    assert counts.shape == (1, V)
-    assert torch.allclose(counts, dense.diagonal(dim1=1, dim2=2))
-
-
 @pytest.mark.parametrize("settings", MODES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(9, 3), (3, 9), (9, 9)])
 def test_a_wide_layer_takes_the_step_of_its_diagonal_factors(

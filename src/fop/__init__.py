@@ -5,10 +5,19 @@ optimizer = fop.FOP(model, lr=0.1)
 
 from fop.api import FOP, KFAC
 from fop.diagnostics import diagnostics, noise_scale
+from fop.layers import LayerAdapter, register_layer
 from fop.schedules import scale_to_batch
 
 __version__ = "0.1.0"
-__all__ = ["FOP", "KFAC", "diagnostics", "noise_scale", "scale_to_batch"]
+__all__ = [
+    "FOP",
+    "KFAC",
+    "LayerAdapter",
+    "diagnostics",
+    "noise_scale",
+    "register_layer",
+    "scale_to_batch",
+]
 
 
 def __dir__() -> list[str]:

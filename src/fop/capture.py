@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fop.captured import Captured, Pending, norm_of
 from fop.examples import Examples
-from fop.layers import Layer
+from fop.layers import LayerAdapter
 from fop.linalg import Form
 from fop.moments import FactorSums, PassSums, SumForms, factor_dtype
 from fop.shards import is_sharded, local
@@ -96,7 +96,11 @@ class LayerCapture:
     """Collects for one layer. A step uses up the sums; the rest goes when gradients are zeroed."""
 
     def __init__(
-        self, layer: Layer, weight: nn.Parameter, bias: nn.Parameter | None, plan: CapturePlan
+        self,
+        layer: LayerAdapter,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        plan: CapturePlan,
     ) -> None:
         self.layer = layer
         self.weight = weight
@@ -208,7 +212,7 @@ class LayerCapture:
         return [self._shape(True), self._shape(False)] if self._bias is not None else [self.shape]
 
     def _shape(self, has_bias: bool) -> tuple[int, int]:
-        return self.layer.matrix_shape(self.weight_slice, has_bias)
+        return self.layer.matrix_shape(self.weight_slice.like, has_bias)
 
     @property
     def wants_sums(self) -> bool:
@@ -265,7 +269,7 @@ class LayerCapture:
     def _expecting(self) -> bool:
         return not self.disabled and (self.plan.halves != "none" or self.wants_sums)
 
-    def use(self, layer: Layer) -> None:
+    def use(self, layer: LayerAdapter) -> None:
         """Go on with an adapter of changed geometry."""
         before = self.shape
         self.layer = layer
@@ -395,7 +399,7 @@ class LayerCapture:
             known = pending.total
             pending.total = gradient.detach() if known is None else known + gradient.detach()
 
-    def hold_sums(self, layer: Layer, x: Tensor, grad: Tensor) -> None:
+    def hold_sums(self, layer: LayerAdapter, x: Tensor, grad: Tensor) -> None:
         """Keep a call's curvature sums."""
         self._hold_sums(self, layer, x, grad)
 
@@ -406,8 +410,8 @@ class LayerCapture:
         rows, columns = self.shape
         return SumForms(
             dtype=factor_dtype(self.weight.dtype),
-            has_bias=self.bias is not None and layer.bias_column,
-            inputs=Form(layer.groups, columns, diagonal=layer.indexed or columns > widest),
+            has_bias=self.bias is not None and layer.homogeneous_bias,
+            inputs=Form(layer.groups, columns, diagonal=layer.one_hot or columns > widest),
             outputs=Form(layer.groups, rows, diagonal=rows > widest),
         )
 
@@ -540,7 +544,7 @@ class LayerCapture:
         captured.add_halves(pending.signed[: 1 if frozen else 2], first, second)
 
 
-def _hold_sums(capture: LayerCapture, layer: Layer, x: Tensor, grad: Tensor) -> None:
+def _hold_sums(capture: LayerCapture, layer: LayerAdapter, x: Tensor, grad: Tensor) -> None:
     pending, plan = capture._current(), capture.plan
     if pending.sums is None:
         forms = capture.sum_forms
@@ -551,12 +555,12 @@ def _hold_sums(capture: LayerCapture, layer: Layer, x: Tensor, grad: Tensor) -> 
             )
     outputs = layer.output_rows(grad)
     if plan.extra_pass_of is None or plan.extra_pass_first:
-        if layer.indexed:
+        if layer.one_hot:
             pending.sums.add_indices(layer.input_rows(x, grad))
         else:
             pending.sums.add_inputs(layer, x, grad, outputs.shape[2])
         if pending.squares is not None:
-            add = pending.squares.add_indices if layer.indexed else pending.squares.add_inputs
+            add = pending.squares.add_indices if layer.one_hot else pending.squares.add_inputs
             add(layer.input_rows(x, grad))
     pending.sums.add_outputs(outputs)
     if pending.squares is not None:

@@ -69,15 +69,8 @@ def read_state(
         members = zip(saved_group["params"], group["params"], group["param_names"], strict=True)
         for number, parameter, name in members:
             if number in saved:
-                entries = saved[number]
-                if not isinstance(entries, Mapping):
-                    raise TypeError(
-                        f"the state of parameter {name!r} should be a dict, got {entries!r}"
-                    )
-                own = _read_rules(name, entries, parameter)
-                for layer in of_weight.get(parameter, ()):
-                    own.update(_read_layer(entries, layer))
-                state[parameter] = own
+                layers_of_it = of_weight.get(parameter, ())
+                state[parameter] = _read_parameter(name, saved[number], parameter, layers_of_it)
     return state, _new_groups(saved_groups, groups)
 
 
@@ -86,10 +79,10 @@ def _by_number(
 ) -> dict[Any, Any]:
     """The entries of each parameter. torch.distributed.checkpoint makes text of the numbers."""
     numbers = [number for group in saved_groups for number in group["params"]]
-    strange = saved.keys() - {key for number in numbers for key in (number, str(number))}
-    if strange:
+    unknown = saved.keys() - {key for number in numbers for key in (number, str(number))}
+    if unknown:
         raise ValueError(
-            f"the state has entries under {', '.join(sorted(map(repr, strange)))}, which stands "
+            f"the state has entries under {', '.join(sorted(map(repr, unknown)))}, which stands "
             "for no parameter of its param_groups"
         )
     found = {number: saved.get(number, saved.get(str(number))) for number in numbers}
@@ -107,11 +100,11 @@ def _checked_groups(
             f"{', '.join(map(repr, state_dict)) or 'nothing'}"
         )
     saved_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
-    whole = isinstance(saved_groups, (list, tuple)) and all(
+    fits = isinstance(saved_groups, (list, tuple)) and all(
         isinstance(saved, Mapping) and isinstance(saved.get("params"), (list, tuple))
         for saved in saved_groups
     )
-    if not whole or not isinstance(state_dict["state"], Mapping):
+    if not fits or not isinstance(state_dict["state"], Mapping):
         raise TypeError(
             "this is no state_dict of an optimizer: 'state' should be a dict, and 'param_groups' a "
             "list of dicts with 'params'"
@@ -153,7 +146,7 @@ def _check_names(
     saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     names = [name for group in groups for name in group["param_names"]]
-    place = 0
+    position = 0
     for saved, group in zip(saved_groups, groups, strict=True):
         saved_names = saved.get("param_names", group["param_names"])
         if not isinstance(saved_names, (list, tuple)) or len(saved_names) != len(group["params"]):
@@ -170,11 +163,11 @@ def _check_names(
         for saved_name, name in zip(saved_names, group["param_names"], strict=True):
             if saved_name != name and saved_name in names:
                 raise ValueError(
-                    f"parameter {place} is {name!r}, but {saved_name!r} in the state: "
+                    f"parameter {position} is {name!r}, but {saved_name!r} in the state: "
                     "build the optimizer with the param_groups, skip and norms that the state was "
                     "saved with"
                 )
-            place += 1
+            position += 1
 
 
 def _check_options(saved: Mapping[str, Any], index: int, group: Mapping[str, Any]) -> None:
@@ -191,39 +184,32 @@ def _check_options(saved: Mapping[str, Any], index: int, group: Mapping[str, Any
         raise type(error)(f"in param_groups[{index}] of the state, {error}") from None
 
 
-def _read_rules(name: str, entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _read_parameter(
+    name: str, entries: Mapping[str, Any], parameter: Tensor, layers: Iterable[LayerEntries]
+) -> dict[str, Any]:
+    """What the update rules keep of a parameter, and the curvature of the layers it belongs to."""
+    if not isinstance(entries, Mapping):
+        raise TypeError(f"the state of parameter {name!r} should be a dict, got {entries!r}")
     missing = sorted(TOGETHER - entries.keys())
     if missing and len(missing) < len(TOGETHER):
         raise ValueError(
             f"parameter {name!r} has no {missing[0]} in the state, but other entries of AdamW"
         )
-    size = tuple(parameter.shape)
-    return {
-        key: entry.read(
-            f"the {key} of parameter {name!r}",
-            entries[key],
-            [size],
-            parameter.dtype,
-            parameter.device,
-        )
+    dtype, device = parameter.dtype, parameter.device
+    sizes = [tuple(parameter.shape)]
+    found: dict[str, Any] = {
+        key: entry.read(f"the {key} of parameter {name!r}", entries[key], sizes, dtype, device)
         for key, entry in RULE_ENTRIES.items()
         if key in entries
     }
-
-
-def _read_layer(entries: Mapping[str, Any], layer: LayerEntries) -> dict[str, Any]:
-    weight = layer.weight
-    return {
-        layer.prefix + key: entry.read(
-            f"the {key} of layer {layer.name!r}",
-            entries[layer.prefix + key],
-            layer.sizes,
-            factor_dtype(weight.dtype),
-            weight.device,
-        )
-        for key, entry in layer.entries.items()
-        if layer.prefix + key in entries
-    }
+    for layer in layers:
+        what = f"of layer {layer.name!r}"
+        for key, entry in layer.entries.items():
+            full = layer.prefix + key
+            if full in entries:
+                kept = (layer.sizes, factor_dtype(dtype), device)
+                found[full] = entry.read(f"the {key} {what}", entries[full], *kept)
+    return found
 
 
 def _new_groups(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fop.layers import Layer
+from fop.layers import LayerAdapter
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Examples:
         self._forwards.clear()
         self._known.clear()
 
-    def layout(self, whose: object, layer: Layer, x: Tensor, *, read: bool = False) -> Layout:
+    def layout(
+        self, whose: object, layer: LayerAdapter, x: Tensor, *, read: bool = False
+    ) -> Layout:
         """Of a call with input x; `read`: the values of indices may be read by the host.
 
         `whose` stands for the module, and stays the same while it is trained.
@@ -129,12 +131,12 @@ class _Forward:
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._seen)
 
-    def layout(self, layer: Layer, x: Tensor, read: bool) -> Layout:
+    def layout(self, layer: LayerAdapter, x: Tensor, read: bool) -> Layout:
         size, free = self.size, layer.free_dimensions(x)
         if size is None or (free == 0 and size == 1):
             return USUAL
         n = x.shape[0] if free else 1
-        if layer.indexed:
+        if layer.one_hot:
             return self._of_indices(x, n, size, read)
         if free and n == size:
             self._agree(sequence_first=False)

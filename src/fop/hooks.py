@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fop.capture import CapturePlan, LayerCapture
 from fop.examples import TRANSPOSED, Layout
-from fop.layers import Layer, NormLayer, folded
+from fop.layers import LayerAdapter, NormLayer, folded
 from fop.linalg import on_host
 from fop.verify import VerifiedLayer
 
@@ -35,7 +35,7 @@ class TrackedCall(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        layer: Layer,
+        layer: LayerAdapter,
         curvature: bool,
         capture: weakref.ref[LayerCapture],
         output: tuple[Tensor],
@@ -47,7 +47,7 @@ class TrackedCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer: Layer = ctx.layer
+        layer: LayerAdapter = ctx.layer
         capture = _collecting(ctx.capture)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # Like the operation itself, the backward runs in the precision of the output, whatever
@@ -118,7 +118,7 @@ def _collecting(reference: weakref.ref[LayerCapture]) -> LayerCapture | None:
 class _Gradients:
     """A call's parameter gradients, for all of its examples or a slice of them."""
 
-    layer: Layer
+    layer: LayerAdapter
     inputs: Tensor
     outputs: Tensor
     weights: Tensor  # in the precision of the outputs
@@ -167,7 +167,7 @@ def _capture(capture: LayerCapture, parts: _Gradients, *, curvature: bool) -> li
             sign = 1 if first == n else -1
             copies = [gradient.detach() * sign for gradient in gradients[:count]]
             capture.hold_gradient(copies, first, n - first)
-    if capture.wants_sums and not parts.layer.observed and parts.needs_weight:
+    if capture.wants_sums and not parts.layer.autograd_backward and parts.needs_weight:
         capture.hold_total(gradients[0])
     if curvature and plan.empirical and capture.wants_sums:
         with torch.no_grad():
@@ -194,7 +194,7 @@ class LayerHook(WatchingHook):
     def __init__(
         self,
         capture: LayerCapture | None = None,
-        layer: Layer | None = None,
+        layer: LayerAdapter | None = None,
         curvature: bool = True,
         sequence_first: bool = False,
     ) -> None:
@@ -304,7 +304,7 @@ def _layout(
     return examples.layout(adapter, adapter.layer, x, read=capture.wants_sums or on_host(x))
 
 
-def fit(capture: LayerCapture, layer: Layer, layout: Layout) -> Layer | None:
+def fit(capture: LayerCapture, layer: LayerAdapter, layout: Layout) -> LayerAdapter | None:
     """The layer for such a call; None, and noted, where the call has no single examples."""
     if layout.mismatch is not None:
         capture.mismatch = layout.mismatch
@@ -313,7 +313,11 @@ def fit(capture: LayerCapture, layer: Layer, layout: Layout) -> Layer | None:
 
 
 def watch_module(
-    module: nn.Module, capture: LayerCapture, layer: Layer, curvature: bool, sequence_first: bool
+    module: nn.Module,
+    capture: LayerCapture,
+    layer: LayerAdapter,
+    curvature: bool,
+    sequence_first: bool,
 ) -> RemovableHandle:
     """Start watching the calls of a module; the handle stops it."""
     hook = LayerHook(capture, layer, curvature, sequence_first)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fop.capture import LayerCapture
 from fop.costs import Work
 from fop.curvature.base import Curvature, CurvatureState, PrefixedState
-from fop.layers import Layer as Adapter
+from fop.layers import LayerAdapter
 from fop.linalg import on_host
 from fop.moments import factor_dtype
 from fop.slices import ParameterSlice
@@ -33,7 +33,7 @@ class Layer:
     curvature: Curvature
 
     @property
-    def adapter(self) -> Adapter:
+    def adapter(self) -> LayerAdapter:
         return self.recorder.layer
 
     @property
@@ -119,7 +119,7 @@ def to_matrices(layers: Sequence[Layer], parts: Sequence[Parts]) -> Tensor:
     first = layers[0]
     dtype = factor_dtype(first.weight.dtype)
     pairs = [_pair(own) for own in parts]
-    if len(layers) > 1 and first.adapter.bias_column and pairs[0][1] is not None:
+    if len(layers) > 1 and first.adapter.homogeneous_bias and pairs[0][1] is not None:
         # All weights, all biases, and both together: three launches.
         weights = [
             layer.adapter.to_matrix(w, None) for layer, (w, _) in zip(layers, pairs, strict=True)
@@ -138,21 +138,21 @@ def from_matrices(
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
     """The inverse: for each layer, tensors shaped like its slices; and the memory they are in."""
     first, count = layers[0], len(layers)
-    slices = [_pair(layer.slices) for layer in layers]
-    if count > 1 and first.adapter.bias_column and slices[0][1] is not None:
+    like = [_pair([part.like for part in layer.slices]) for layer in layers]
+    if count > 1 and first.adapter.homogeneous_bias and like[0][1] is not None:
         # Apart, they are contiguous, which is what foreach takes in one launch.
         memory = [matrices[..., :-1].contiguous(), matrices[..., -1].contiguous()]
         pieces = [
             [*layer.adapter.from_matrix(w, weight, None), b.reshape(bias.shape)]
             for layer, (weight, bias), w, b in zip(
-                layers, slices, memory[0].chunk(count), memory[1].chunk(count), strict=True
+                layers, like, memory[0].chunk(count), memory[1].chunk(count), strict=True
             )
         ]
     else:
         memory = [matrices]
         pieces = [
             layer.adapter.from_matrix(matrix, *pair)
-            for layer, pair, matrix in zip(layers, slices, matrices.chunk(count), strict=True)
+            for layer, pair, matrix in zip(layers, like, matrices.chunk(count), strict=True)
         ]
     used = {tensor.untyped_storage().data_ptr() for tensor in memory}
     parts = [part for own in pieces for part in own]

@@ -100,7 +100,7 @@ class Messages:
 
     def _no_examples(self, numbers: Mapping[Layer, str]) -> None:
         new = self._unsaid("no examples", numbers)
-        tables = {layer: text for layer, text in new.items() if layer.adapter.indexed}
+        tables = {layer: text for layer, text in new.items() if layer.adapter.one_hot}
         if tables:  # nothing to worry about
             logger.info(
                 "uses the fallback optimizer (looked up once for the whole batch, as position "

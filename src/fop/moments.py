@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fop.layers import Layer
+from fop.layers import LayerAdapter
 from fop.linalg import Diagonal, Factor, Form, Gram
 
 
@@ -65,7 +65,7 @@ class SumForms:
         gram.add_rows(rows)
         return gram.factor()
 
-    def of_inputs(self, layer: Layer, x: Tensor, grad: Tensor, rows: int) -> Factor:
+    def of_inputs(self, layer: LayerAdapter, x: Tensor, grad: Tensor, rows: int) -> Factor:
         """Sum of x x^T over the input rows of one call, so many in number."""
         x = x.to(self.dtype)
         if self.inputs.diagonal:
@@ -117,7 +117,7 @@ class PassSums:
         self._output_total: Tensor | None = None
         self._positions = 0
 
-    def add_inputs(self, layer: Layer, x: Tensor, grad: Tensor, positions: int) -> None:
+    def add_inputs(self, layer: LayerAdapter, x: Tensor, grad: Tensor, positions: int) -> None:
         """A call's input, and its output gradient for the sizes."""
         n = grad.shape[0]
         self._count(n, positions)

@@ -16,17 +16,17 @@ from torch.utils.hooks import RemovableHandle
 from fop.attention import watch_attention
 from fop.capture import LayerCapture
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
-from fop.distributed import GroupReference, describe, join_group
-from fop.examples import watch_batch
-from fop.fisher import ExtraPass, attach_output
-from fop.groups import (
+from fop.discovery import (
     FoundLayer,
-    build_groups,
     check_model,
     describe_modules,
     find_layers,
     unwrapped,
 )
+from fop.distributed import GroupReference, describe, join_group
+from fop.examples import watch_batch
+from fop.fisher import ExtraPass, attach_output
+from fop.groups import build_groups
 from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
@@ -99,16 +99,16 @@ class SecondOrderOptimizer(Optimizer):
         attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
-            layer = found.uses[0].layer
+            layer = found.uses[0].adapter
             capture = LayerCapture(layer, found.weight, found.bias, self._engine.plan)
             self._engine.add(found.name, found.module_name, capture)
             if watching:
                 handles.append(watch_gradient(capture))
             for use in found.uses if watching else ():
-                if isinstance(use.layer, ProjectionLayer):
-                    attentions.setdefault(use.module, {})[capture] = use.layer
+                if isinstance(use.adapter, ProjectionLayer):
+                    attentions.setdefault(use.module, {})[capture] = use.adapter
                 else:
-                    how = (use.layer, use.curvature, use.sequence_first)
+                    how = (use.adapter, use.curvature, use.sequence_first)
                     handles.append(watch_module(use.module, capture, *how))
         if watching:
             handles += watch_batch(self._model, self._engine.plan.examples)

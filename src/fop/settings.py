@@ -8,7 +8,7 @@ What may differ between parameter groups (lr, momentum, weight decay, damping) i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
@@ -73,11 +73,7 @@ class Schedule(_Interval, total=False):
 
 # Options and their checks, by name.
 FALLBACKS: Mapping[str, Mapping[str, Check]] = {
-    "adamw": {
-        "lr": number(low=0.0),
-        "betas": validate.betas,
-        "eps": number(low=0.0),
-    },
+    "adamw": {"lr": number(low=0.0), "betas": validate.betas, "eps": number(low=0.0)},
     "sgd": {"lr": number(low=0.0)},
 }
 SAMPLING: Mapping[str, Check] = {
@@ -187,9 +183,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            check = option.metadata["check"]
-            if check is not None:
-                check(option.name, getattr(self, option.name))
+            if option.metadata["check"] is not None:
+                option.metadata["check"](option.name, getattr(self, option.name))
         check_group(self.of_groups)
 
     @classmethod
@@ -262,7 +257,10 @@ class Settings:
             option.name: getattr(self, option.name)
             for option in fields(self)
             if option.name in ("kl_clip", "update_every", "fisher")
-            or (option.name not in (*SETUP, *_PER_GROUP) and not _by_default(self, option))
+            or (
+                option.name not in (*SETUP, *_PER_GROUP)
+                and getattr(self, option.name) != option.default
+            )
         }
         return ", ".join(f"{name}: {value}" for name, value in values.items())
 
@@ -278,10 +276,6 @@ class Settings:
     def refresh_due(self, step: int, phase: int = 0) -> bool:
         """Whether a layer's curvature is refreshed on `step`, counted from 1."""
         return step in EARLY_REFRESH_STEPS or (step - 1 - phase) % self.interval(step) == 0
-
-
-def _by_default(settings: Settings, option: Field[Any]) -> bool:
-    return bool(getattr(settings, option.name) == option.default)
 
 
 def _as_dict(value: object, key: str) -> dict[str, Any]:

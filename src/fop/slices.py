@@ -25,12 +25,10 @@ class ParameterSlice:
         self.start, self.end, _ = rows.indices(parameter.shape[0] if parameter.dim() else 1)
         self.whole = rows == EVERYTHING or self.end - self.start == parameter.shape[0]
         self.sharded = is_sharded(parameter)
-
-    @property
-    def shape(self) -> torch.Size:
-        """On every rank, whichever rows it has."""
-        shape = self.parameter.shape
-        return shape if self.whole else torch.Size((self.end - self.start, *shape[1:]))
+        shape = parameter.shape
+        # On every rank, whichever rows it has; and a tensor without memory, to ask for shapes.
+        self.shape = shape if self.whole else torch.Size((self.end - self.start, *shape[1:]))
+        self.like = torch.empty(self.shape, device="meta")
 
     def of(self, full: Tensor) -> Tensor:
         """Of a tensor shaped like the parameter, the view of these rows."""

@@ -89,7 +89,7 @@ class Engine:
     # ---- between steps
 
     def add(self, name: str, module_name: str, recorder: LayerCapture) -> None:
-        curvature = self._unitwise if recorder.layer.observed else self._curvature
+        curvature = self._unitwise if recorder.layer.autograd_backward else self._curvature
         self.layers.append(Layer(name, module_name, recorder, curvature))
 
     def assign(self) -> None:

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fop.capture import LayerCapture
-from fop.layers import Layer, NormLayer, supported_type
+from fop.layers import LayerAdapter, NormLayer, supported_type
 
 # The relative error of two ways to compute the same is a small power of the precision.
 TOLERANCE = 0.4
@@ -37,14 +37,14 @@ class MisfitError(Exception):
 class VerifiedLayer:
     """The adapter of one module, as it was when the module was last called."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: LayerAdapter) -> None:
         self.layer = layer
         self._code: tuple[Any, ...] | None = None  # None: not verified
         self._foreign = False
 
     def at_call(
         self, module: nn.Module, x: Any, output: Any, capture: LayerCapture
-    ) -> Layer | None:
+    ) -> LayerAdapter | None:
         """The adapter for this call; None if it does not fit, and the layer is disabled."""
         try:
             return self._verified(module, x, output, capture)
@@ -57,11 +57,13 @@ class VerifiedLayer:
             capture.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
         return None
 
-    def _verified(self, module: nn.Module, x: Any, output: Any, capture: LayerCapture) -> Layer:
+    def _verified(
+        self, module: nn.Module, x: Any, output: Any, capture: LayerCapture
+    ) -> LayerAdapter:
         layer, code = type(self.layer)(module), _code(module)
-        refusal = layer.refusal(module)
-        if refusal is not None:
-            raise MisfitError(refusal)
+        unsupported = layer.unsupported_reason(module)
+        if unsupported is not None:
+            raise MisfitError(unsupported)
         unchanged = code == self._code and vars(layer) == vars(self.layer)
         # Nobody knows what code of others will do next: it is verified again with every refresh.
         if unchanged and not (self._foreign and capture.wants_sums):
@@ -92,7 +94,9 @@ def _foreign(module: nn.Module) -> bool:
     )
 
 
-def verify(layer: Layer, module: nn.Module, x: Tensor, output: Tensor, *, foreign: bool) -> bool:
+def verify(
+    layer: LayerAdapter, module: nn.Module, x: Tensor, output: Tensor, *, foreign: bool
+) -> bool:
     """Raise `MisfitError` unless the adapter gives this output and its gradients.
 
     False if that can't be told, because a number is not finite or there are none.
@@ -106,13 +110,18 @@ def verify(layer: Layer, module: nn.Module, x: Tensor, output: Tensor, *, foreig
         return False
     with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
         conclusive = _same_output(layer, module, x, weight, bias, output)
-        if conclusive and not layer.observed:
+        if conclusive and not layer.autograd_backward:
             conclusive = _same_gradients(layer, x, weight, bias, output, foreign=foreign)
     return conclusive
 
 
 def _same_output(
-    layer: Layer, module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor
+    layer: LayerAdapter,
+    module: nn.Module,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
 ) -> bool:
     dtype = output.dtype  # as autocast does
     inputs, outputs = layer.batched(layer.cast(x, dtype), output)
@@ -130,7 +139,7 @@ def _same_output(
 
 
 def _same_gradients(
-    layer: Layer,
+    layer: LayerAdapter,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -163,7 +172,7 @@ def _same_gradients(
 
 
 def _adapter_gradients(
-    layer: Layer, x: Tensor, weight: Tensor, vector: Tensor, wanted: Any
+    layer: LayerAdapter, x: Tensor, weight: Tensor, vector: Tensor, wanted: Any
 ) -> dict[str, Tensor]:
     leaf = x.detach()
     with torch.enable_grad():

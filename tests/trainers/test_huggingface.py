@@ -15,16 +15,21 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
     get_linear_schedule_with_warmup,
 )
+from transformers.pytorch_utils import Conv1D
 
 import fop
 from fop.integrations.huggingface import SecondOrderMixin
+from fop.testing import check_layer
 from tests.common import same, snapshot
+from tests.test_register_layer import Conv1DAdapter
 from tests.trainers.common import example
 
 LR, CLIP, WORDS, LENGTH = 0.1, 0.5, 40, 8
@@ -264,3 +269,19 @@ def test_resumed_training_is_the_uninterrupted(tmp_path: Path, bf16: bool) -> No
 
 def test_the_example_learns() -> None:
     assert example("huggingface_trainer").main() > 0.9  # 0.19 by always answering nine
+
+
+def test_gpt2_is_preconditioned_through_a_registered_adapter() -> None:
+    """Its linear layers are transformers' own, with the weight transposed."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": WORDS}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    words = torch.randint(WORDS, (6, LENGTH))
+    with fop.register_layer(Conv1D, Conv1DAdapter):
+        check_layer(Conv1D(3, 4), torch.randn(5, 2, 4))
+        optimizer = fop.FOP(model, skip="*wpe")
+    model(words, labels=words).loss.backward()
+    optimizer.step()
+    names = {name for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    assert names == set(fop.diagnostics(optimizer)) - {"transformer.wte"}
+    assert len(names) == 4

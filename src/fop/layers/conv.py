@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Gram, Layer, Shaped
+from fop.layers.base import Gram, LayerAdapter
 from fop.layers.patches import Patches, Sizes
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 TransposedConvolution = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
-class _AnyConvolution(Layer):
+class _AnyConvolution(LayerAdapter):
     """What both directions share."""
 
     transposed: bool
@@ -55,9 +55,10 @@ class _AnyConvolution(Layer):
         return torch.convolution(self.prepare(x), weight, bias, *geometry, sizes, self.groups)
 
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        if x.dim() == self.dimensions + 2:
-            return x, grad
-        return x.unsqueeze(0), grad.unsqueeze(0)
+        return (x, grad) if self.free_dimensions(x) else (x.unsqueeze(0), grad.unsqueeze(0))
+
+    def free_dimensions(self, x: Tensor) -> int:
+        return x.dim() - self.dimensions - 1
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return self._backward(grad, x, weight, (True, False, False))[0]
@@ -170,7 +171,7 @@ class ConvTransposeLayer(_AnyConvolution):
 
     # The weight is [inputs, outputs of a group, *kernel].
 
-    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         inputs = weight.shape[0] // self.groups
         return weight.shape[1], inputs * math.prod(self.kernel) + has_bias
 
@@ -179,7 +180,7 @@ class ConvTransposeLayer(_AnyConvolution):
         mirrored = grouped.flip(*range(3, grouped.dim()))
         return super().to_matrix(mirrored.flatten(0, 1), bias)
 
-    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         outputs = weight.shape[1]
         columns, of_bias = matrix, []
         if bias is not None:

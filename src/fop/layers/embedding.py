@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer, Shaped
+from fop.layers.base import LayerAdapter
 
 
-class EmbeddingLayer(Layer):
-    indexed = True
+class EmbeddingLayer(LayerAdapter):
+    one_hot = True
 
     def __init__(self, module: nn.Module) -> None:
         assert isinstance(module, nn.Embedding)
@@ -23,7 +23,7 @@ class EmbeddingLayer(Layer):
         self._padding_index = -1 if module.padding_idx is None else module.padding_idx
 
     @classmethod
-    def refusal(cls, module: nn.Module) -> str | None:
+    def unsupported_reason(cls, module: nn.Module) -> str | None:
         assert isinstance(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
@@ -42,31 +42,19 @@ class EmbeddingLayer(Layer):
     def free_dimensions(self, x: Tensor) -> int:
         return x.dim()
 
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        raise AssertionError("indices have no gradient")
-
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         gradient: Tensor = torch.ops.aten.embedding_dense_backward(
             grad, x, weight.shape[0], self._padding_index, False
         )
         return gradient
 
-    def bias_gradient(self, grad: Tensor) -> Tensor:
-        raise AssertionError("an embedding has no bias")
-
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         """Indices [n, s] in place of one-hot rows; the padding index, whose row is zero, is -1."""
         indices = x.reshape(x.shape[0], -1)
         return indices.masked_fill(indices == self._padding_index, -1)
 
-    def output_rows(self, grad: Tensor) -> Tensor:
-        return grad.reshape(grad.shape[0], 1, -1, grad.shape[-1])
-
-    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
-        return weight.shape[1], weight.shape[0]
-
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.t().unsqueeze(0)
 
-    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         return [matrix.squeeze(0).t()]

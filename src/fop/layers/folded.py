@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fop.layers.base import Gram, Layer
+from fop.layers.base import Gram, LayerAdapter
 from fop.layers.norm import NormLayer
 
 
-class FoldedLayer(Layer):
+class FoldedLayer(LayerAdapter):
     """Sees the gradient and the input as [n, r, ...], and the layer within sees them flat."""
 
-    def __init__(self, layer: Layer, rows: int) -> None:
+    def __init__(self, layer: LayerAdapter, rows: int) -> None:
         self._layer, self._rows = layer, rows
-        self.groups, self.indexed = layer.groups, layer.indexed
+        self.groups, self.one_hot = layer.groups, layer.one_hot
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
         flat = self._layer.forward(x.flatten(0, 1), weight, bias, output.flatten(0, 1))
@@ -49,7 +49,7 @@ class FoldedLayer(Layer):
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         rows = self._fold(self._layer.input_rows(x.flatten(0, 1), grad.flatten(0, 1)))
-        return rows.flatten(1) if self.indexed else rows.transpose(1, 2).flatten(2, 3)
+        return rows.flatten(1) if self.one_hot else rows.transpose(1, 2).flatten(2, 3)
 
     def input_totals(self, x: Tensor, grad: Tensor) -> Tensor:
         return self._fold(self._layer.input_totals(x.flatten(0, 1), grad.flatten(0, 1))).sum(1)
@@ -71,7 +71,7 @@ class FoldedNorm(NormLayer):
 
     def __init__(self, layer: NormLayer, rows: int) -> None:
         self._layer, self._rows = layer, rows
-        self.groups = layer.groups
+        self.groups, self.shape = layer.groups, layer.shape
 
     def units_last(self, x: Tensor) -> Tensor:
         return self._layer.units_last(x)
@@ -91,7 +91,7 @@ class FoldedNorm(NormLayer):
         return of_examples
 
 
-def folded(layer: Layer, rows: int) -> Layer:
+def folded(layer: LayerAdapter, rows: int) -> LayerAdapter:
     """The layer where so many rows of dimension 0 belong to each example."""
     if rows == 1:
         return layer

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fop.layers.base import Layer
+from fop.layers.base import LayerAdapter
 
 
-class LinearLayer(Layer):
-    def __init__(self, module: nn.Module) -> None:
-        del module  # its shapes are read off the tensors
-
+class LinearLayer(LayerAdapter):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
         return F.linear(x, weight, bias)
-
-    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, grad) if x.dim() > 1 else (x.unsqueeze(0), grad.unsqueeze(0))
-
-    def free_dimensions(self, x: Tensor) -> int:
-        return x.dim() - 1
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return grad @ weight
@@ -35,9 +26,3 @@ class LinearLayer(Layer):
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.flatten(0, -2).sum(0)
-
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], 1, -1, x.shape[-1])
-
-    def output_rows(self, grad: Tensor) -> Tensor:
-        return grad.reshape(grad.shape[0], 1, -1, grad.shape[-1])

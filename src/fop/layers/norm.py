@@ -7,7 +7,7 @@ one constant input, the Kronecker form G (x) 1 of that is the exact Fisher of th
     input rows  [n, units, 1, 1], all ones        output rows  [n, units, 1, 2]
     matrix      [units, 2, 1]: weight and bias    without bias [units, 1, 1]
 
-The layer's own backward stays as it is; its cost is too small to own. z is computed anew from the
+The layer's own backward stays as it is; its cost is too small to own. z is computed again from the
 input, because dividing the output by the weight would fail where a weight is zero.
 """
 
@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer, Shaped
+from fop.layers.base import LayerAdapter
 
 
-class NormLayer(Layer):
-    observed = True
-    bias_column = False
+class NormLayer(LayerAdapter):
+    autograd_backward = True
+    homogeneous_bias = False
 
     def __init__(self, module: nn.Module) -> None:
         weight = module._parameters["weight"]
         assert weight is not None
-        self.groups = weight.numel()
+        self.groups, self.shape = weight.numel(), weight.shape
         self.eps: float | None = module.eps  # type: ignore[assignment]
 
     @abstractmethod
@@ -74,14 +74,14 @@ class NormLayer(Layer):
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         return x, grad
 
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        raise AssertionError("autograd computes it")
+    def free_dimensions(self, x: Tensor) -> int:
+        return 1
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return grad[..., 0].sum(0).reshape(weight.shape)
+        return grad[..., 0].sum(0).reshape(self.shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad[..., 1].sum(0)
+        return grad[..., 1].sum(0).reshape(self.shape)
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return grad.new_ones(grad.shape[0], self.groups, 1, 1)
@@ -89,14 +89,14 @@ class NormLayer(Layer):
     def output_rows(self, grad: Tensor) -> Tensor:
         return grad.unsqueeze(2)
 
-    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         return (2 if has_bias else 1), 1
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         parts = [weight.reshape(-1)] if bias is None else [weight.reshape(-1), bias.reshape(-1)]
         return torch.stack(parts, dim=-1).unsqueeze(-1)
 
-    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         parts = [matrix[:, 0, 0].reshape(weight.shape)]
         return parts if bias is None else [*parts, matrix[:, 1, 0].reshape(bias.shape)]
 
