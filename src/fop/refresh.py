@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
-
 from fop.curvature import Curvature
 from fop.curvature.base import LAST_SIZE, CurvatureState, RefreshJob
+from fop.distributed import Batch, Counts, Ranks
 from fop.layer import Layer, State
 from fop.linalg import all_finite, on_host
+from fop.messages import Messages
 from fop.moments import FactorSums
 from fop.projection import Coefficients
 from fop.rules import Feedback
+from fop.scaling import LossScale, to_means
 from fop.settings import Settings
 
 Fresh = list[tuple[Layer, FactorSums]]
@@ -26,11 +27,56 @@ class Refresher:
     """What a refresh goes by, besides the batch."""
 
     settings: Settings
+    ranks: Ranks
+    messages: Messages
+    loss_scale: LossScale | None
     step: int
-    options: Mapping[Tensor, Mapping[str, Any]]
+    options: Mapping[Any, Mapping[str, Any]]  # by parameter
     coefficients: Mapping[Layer, tuple[Coefficients, int]]  # of the last step
 
-    def refresh(self, fresh: Fresh, state: State) -> list[Layer]:
+    def refresh(
+        self, layers: Sequence[Layer], counts: Mapping[Layer, Counts], batch: Batch, state: State
+    ) -> tuple[list[Layer], bool]:
+        """Refresh these layers' curvature, each on its owner.
+
+        Returns those where that failed; and whether moments are non-finite: then on no layer.
+        """
+        if self.settings.needs_halves:
+            self.messages.empty_halves({layer: counts[layer] for layer in layers})
+        owned = [layer for layer in layers if self.ranks.owns(layer)]
+        fresh = [(layer, batch.moments(layer, counts[layer])) for layer in owned]
+        for layer, sums in fresh:
+            self._to_means(layer, sums)
+        for layer in layers:
+            layer.recorder.drop_sums()
+        # Sums that are finite on each rank may not be so together, or once they are scaled.
+        bounds = [bound for _, sums in fresh for bound in sums.bounds()]
+        overflow = bool(bounds) and not bool(all_finite(bounds))
+        if self.ranks.any_rank([overflow])[0]:
+            return [], True
+        shares = {x: share for x in layers if (share := x.recorder.take_unexplained()) is not None}
+        self.messages.unexplained(shares)
+        failed = self._update_and_refresh(fresh, state)
+        self.messages.not_inverted(failed)
+        return failed, False
+
+    def _to_means(self, layer: Layer, sums: FactorSums) -> None:
+        # Extra passes differentiate each example's own loss, unscaled; training passes
+        # differentiate the user's.
+        empirical, scale = layer.recorder.plan.empirical, None
+        if empirical and self.loss_scale is not None:
+            if self.loss_scale.measured and layer.recorder.gradient_touched():
+                self.messages.unknown_scale()
+            scale = self.loss_scale.of_captured(layer.recorder.gradient_ratio())
+        to_means(
+            sums,
+            sharing=self.settings.sharing,
+            reduction=self.settings.loss_reduction if empirical else "sum",
+            ranks=self.ranks.size,
+            loss_scale=scale,
+        )
+
+    def _update_and_refresh(self, fresh: Fresh, state: State) -> list[Layer]:
         """Batches into moving averages, and those into metrics; the layers where that failed.
 
         The list is emptied.
@@ -48,7 +94,7 @@ class Refresher:
             unsuccessful = []
             for curvature, pairs in jobs.items():
                 done = curvature.refresh([job for _, job in pairs])
-                unsuccessful += [la for (la, _), fine in zip(pairs, done, strict=True) if not fine]
+                unsuccessful += [x for (x, _), fine in zip(pairs, done, strict=True) if not fine]
             _restart(unsuccessful, dict(some), state)
             failed += unsuccessful
         return failed

@@ -24,20 +24,19 @@ from torch import Tensor, nn
 from fop import disabling
 from fop.capture import CapturePlan, LayerCapture
 from fop.checkpoints import RULE_KEYS, LayerEntries
-from fop.checks import ModuleTree, find_problem
+from fop.collect import ModuleTree, collect, follow_parameters
 from fop.costs import refresh_cost
 from fop.curvature import make_curvature
 from fop.directions import Directions, gradients
 from fop.distributed import Batch, Contribution, Counts, Ranks, Updates
 from fop.layer import Layer, State
-from fop.linalg import all_finite, on_host
+from fop.linalg import on_host
 from fop.messages import Messages
-from fop.moments import factor_dtype
 from fop.projection import Coefficients
 from fop.refresh import Refresher, phases
-from fop.scaling import LossScale, Number, to_means, unscaled
+from fop.scaling import LossScale, Number, unscaled
 from fop.settings import Settings
-from fop.shards import is_sharded, local, own_rows
+from fop.shards import is_sharded, own_rows
 from fop.skips import SkippedSteps, name_non_finite
 from fop.slices import ParameterSlice
 from fop.update import Change, apply_changes, rest_of
@@ -131,7 +130,9 @@ class Engine:
             for key in RULE_KEYS & own.keys() if is_sharded(parameter) else ():
                 if own[key].shape == parameter.shape:
                     own[key] = own[key][own_rows(parameter)].clone()
-        self._note_ready(self.layers, self._agreed([self._usable(x, state) for x in self.layers]))
+        self._note_ready(
+            self.layers, self.ranks.any_rank([self._usable(x, state) for x in self.layers])
+        )
 
     def reset(self) -> None:
         """Forget what was recorded, together with the gradients it belongs to."""
@@ -153,13 +154,6 @@ class Engine:
             return False
         return layer.curvature.ready(layer.state_in(state), layer.shape)
 
-    def _agreed(self, flags: Sequence[bool]) -> list[bool]:
-        """What is true of each on one of the ranks. A host read, with several."""
-        if self.ranks.size == 1 or not flags:
-            return list(flags)
-        totals = self.ranks.all_sum(torch.tensor(flags, dtype=torch.float64), "clip")
-        return [total > 0 for total in totals.tolist()]
-
     def _note_ready(self, layers: Sequence[Layer], ready: Sequence[bool]) -> None:
         for layer, fits in zip(layers, ready, strict=True):
             layer.recorder.curvature_shape = layer.shape if fits else None
@@ -179,12 +173,12 @@ class Engine:
         """
         options = {parameter: group for group in groups for parameter in group["params"]}
         self.loss_scale, self._coefficients, last = loss_scale, {}, self._coefficients
-        own = self._collect(options, loss)
+        own = collect(self.layers, options, self.ranks, self._tree, loss, loss_scale)
         if not own.parameters:
             if own.problem is not None:
                 raise own.problem
             return any(layer.recorder.refresh_due for layer in self.layers)
-        self._follow_parameters(own.parameters, state)
+        follow_parameters(own.parameters, self.layers, state)
         batch = self.batch = self.ranks.batch(own)
         if not own.gradients and self._nobody_has_gradients(batch):
             return any(layer.recorder.refresh_due for layer in self.layers)
@@ -198,8 +192,10 @@ class Engine:
         failed: list[Layer] = []
         retry = bool(expecting) and not bool(finite)
         if with_moments and not retry:
-            refresher = Refresher(self.settings, self._next_step, options, last)
-            failed, retry = self._refresh(with_moments, counts, batch, refresher, state)
+            refresher = Refresher(
+                self.settings, self.ranks, self.messages, loss_scale, self._next_step, options, last
+            )
+            failed, retry = refresher.refresh(with_moments, counts, batch, state)
         host = on_host(finite)
         for layer in layers:
             layer.recorder.drop_sums()
@@ -211,46 +207,12 @@ class Engine:
         self._coefficients = directions.coefficients
         totals = self.ranks.all_sum(directions.total_terms(), "clip")
         finite = finite & totals.isfinite().all().to(finite.device) & (not retry)
-        pairs = self._agreed([flag for x in expecting for flag in (x in failed, usable[x])])
+        pairs = self.ranks.any_rank([flag for x in expecting for flag in (x in failed, usable[x])])
         self._note_ready(expecting, pairs[1::2])
         updates = self._scale(wait(), totals, layers, finite)
         self._apply(self._changes(updates, batch, rest, finite), batch, finite, options, state)
         self._count(finite, options, may_read=bool(expecting))
         return retry or any(pairs[::2])
-
-    # ---- collect
-
-    def _collect(self, options: Options, loss: Tensor | None) -> Contribution:
-        for layer in self.layers:
-            layer.recorder.meet_gradient()
-        trained = self.ranks.trained(options)
-        gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
-        problem = find_problem(self.layers, gradients, options, self._tree)
-        device = trained[0].device if trained else torch.device("cpu")
-        changing = set(trained)
-        layers = [layer for layer in self.layers if layer.weight in changing]
-        finite = torch.zeros((), dtype=torch.bool, device=device)
-        if problem is None and gradients:
-            tensors = [local(gradient) for gradient in gradients.values()]
-            tensors += [loss] if loss is not None else []
-            for layer in layers:
-                tensors += layer.recorder.tensors()
-            finite = all_finite(tensors).to(device)
-            if self.loss_scale is not None:
-                finite = finite & (self.loss_scale.found_inf.to(device) == 0)
-        return Contribution(layers, trained, gradients, finite, self.loss_scale, problem)
-
-    def _follow_parameters(self, trained: Iterable[Tensor], state: State) -> None:
-        """Move state along with a model that was moved or cast after the optimizer was built."""
-        precise = {key for layer in self.layers for key in layer.keys}
-        for parameter in trained:
-            own = state.get(parameter, {})
-            for key, value in own.items():
-                if not isinstance(value, Tensor) or key == "step":
-                    continue
-                dtype = factor_dtype(parameter.dtype) if key in precise else parameter.dtype
-                if value.device != parameter.device or value.dtype != dtype:
-                    own[key] = value.to(parameter.device, dtype)
 
     def _nobody_has_gradients(self, batch: Batch) -> bool:
         """Whether no rank has one; where some have, all skip the step."""
@@ -277,50 +239,6 @@ class Engine:
         expecting = [layer for layer in expecting if not layer.recorder.given_up]
         disabling.disable_never_called(expecting, counts, self.layers, self.messages)
         return [layer for layer in expecting if not layer.recorder.given_up], counts
-
-    # ---- refresh
-
-    def _refresh(
-        self,
-        fresh: list[Layer],
-        counts: Mapping[Layer, Counts],
-        batch: Batch,
-        refresher: Refresher,
-        state: State,
-    ) -> tuple[list[Layer], bool]:
-        """The layers where that failed, and whether moments are non-finite: then on no layer."""
-        if self.settings.needs_halves:
-            self.messages.empty_halves({layer: counts[layer] for layer in fresh})
-        owned = [layer for layer in fresh if self.ranks.owns(layer)]
-        mine = [(layer, batch.moments(layer, counts[layer])) for layer in owned]
-        empirical = self.plan.empirical
-        for layer, sums in mine:
-            scale = None
-            if empirical and self.loss_scale is not None:
-                if self.loss_scale.measured and layer.recorder.gradient_touched():
-                    self.messages.unknown_scale()
-                scale = self.loss_scale.of_captured(layer.recorder.gradient_ratio())
-            # Extra passes differentiate each example's own loss, unscaled; training passes
-            # differentiate the user's.
-            to_means(
-                sums,
-                sharing=self.settings.sharing,
-                reduction=self.settings.loss_reduction if empirical else "sum",
-                ranks=self.ranks.size,
-                loss_scale=scale,
-            )
-        for layer in fresh:
-            layer.recorder.drop_sums()
-        # Sums that are finite on each rank may not be so together, or once they are scaled.
-        bounds = (bound for _, sums in mine for bound in sums.bounds())
-        overflow = bool(mine) and not bool(all_finite(bounds))
-        if self._agreed([overflow])[0]:
-            return [], True
-        shares = {x: share for x in fresh if (share := x.recorder.take_unexplained()) is not None}
-        self.messages.unexplained(shares)
-        failed = refresher.refresh(mine, state)
-        self.messages.not_inverted(failed)
-        return failed, False
 
     # ---- what the last step left
 

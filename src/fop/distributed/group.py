@@ -255,6 +255,12 @@ class Group(Ranks):
         self.comm.sum_of_all(numbers, f"{what} of all layers").wait()
         return numbers
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        if not flags:
+            return []
+        totals = self.all_sum(torch.tensor(flags, dtype=torch.float64), "clip")
+        return [total > 0 for total in totals.tolist()]
+
     # ---- outside of steps
 
     def gather_objects(self, mine: Any, to: int | None, *, once: bool = False) -> list[Any] | None:

@@ -213,6 +213,10 @@ class Ranks:
         """Numbers over the layers of all owners, each layer once."""
         return values
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of these are true on one of the ranks at least. A host read, with several."""
+        return list(flags)
+
     def gather_objects(self, mine: Any, to: int | None, *, once: bool = False) -> list[Any] | None:
         """Of all ranks on rank `to`, or on all; None elsewhere. `once`: of one owner per layer."""
         return [mine]

@@ -1,4 +1,4 @@
-"""Why a step can't be taken: found before anything is changed, and named."""
+"""What this rank brings to a step, and why it can't be taken: found before anything is changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.layer import Layer
+from fop.distributed import Contribution, Ranks
+from fop.layer import Layer, State
+from fop.linalg import all_finite
+from fop.moments import factor_dtype
+from fop.scaling import LossScale
+from fop.shards import local
+
+Options = Mapping[Any, Mapping[str, Any]]  # by parameter
+
+
+def collect(
+    layers: Sequence[Layer],
+    options: Options,
+    ranks: Ranks,
+    tree: ModuleTree,
+    loss: Tensor | None,
+    loss_scale: LossScale | None,
+) -> Contribution:
+    """This rank's gradients, whether all is finite, and what is wrong."""
+    for layer in layers:
+        layer.recorder.meet_gradient()
+    trained = ranks.trained(options)
+    gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
+    problem = _sparse(gradients, options) or _replaced(layers, gradients) or tree.replaced(options)
+    device = trained[0].device if trained else torch.device("cpu")
+    changing = set(trained)
+    active = [layer for layer in layers if layer.weight in changing]
+    finite = torch.zeros((), dtype=torch.bool, device=device)
+    if problem is None and gradients:
+        tensors = [local(gradient) for gradient in gradients.values()]
+        tensors += [loss] if loss is not None else []
+        for layer in active:
+            tensors += layer.recorder.tensors()
+        finite = all_finite(tensors).to(device)
+        if loss_scale is not None:
+            finite = finite & (loss_scale.found_inf.to(device) == 0)
+    return Contribution(active, trained, gradients, finite, loss_scale, problem)
+
+
+def follow_parameters(trained: Sequence[Tensor], layers: Sequence[Layer], state: State) -> None:
+    """Move state along with a model that was moved or cast after the optimizer was built."""
+    precise = {key for layer in layers for key in layer.keys}
+    for parameter in trained:
+        own = state.get(parameter, {})
+        for key, value in own.items():
+            if not isinstance(value, Tensor) or key == "step":
+                continue
+            dtype = factor_dtype(parameter.dtype) if key in precise else parameter.dtype
+            if value.device != parameter.device or value.dtype != dtype:
+                own[key] = value.to(parameter.device, dtype)
 
 
 class ModuleTree:
@@ -37,16 +86,6 @@ class ModuleTree:
                     "(module.load_state_dict(...))"
                 )
         return None
-
-
-def find_problem(
-    layers: Sequence[Layer],
-    gradients: Mapping[Tensor, Tensor],
-    options: Mapping[Tensor, Mapping[str, Any]],
-    tree: ModuleTree,
-) -> Exception | None:
-    """The first problem of this rank: returned, not raised, so that other ranks can be told."""
-    return _sparse(gradients, options) or _replaced(layers, gradients) or tree.replaced(options)
 
 
 def _sparse(
