@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from fop_bench.config import ConfigError
-from fop_bench.errors import RecordError
+from fop_bench.files import read_record, write_json
 from fop_bench.methods import get_method
-from fop_bench.records import strict_json, write_text
-from fop_bench.schema import Count, Name, NonNegative, OrInfinite, fit, read_json
+from fop_bench.schema import Count, Name, NonNegative, OrInfinite
 from fop_bench.style import look
 
 if TYPE_CHECKING:
@@ -276,15 +274,9 @@ def _loss_in_plane(
 
 def write_landscape(landscape: Landscape, path: Path) -> Path:
     """Record the surface, so that it can be drawn and reported; a loss of infinity becomes null."""
-    write_text(path, json.dumps(strict_json(asdict(landscape)), allow_nan=False) + "\n")
-    return path
+    return write_json(path, asdict(landscape))
 
 
 def read_landscape(path: Path) -> Landscape:
     """A surface that ``write_landscape`` recorded."""
-    content = read_json(path, "measure it again")
-    try:
-        surface: Landscape = fit(content, Landscape)
-        return surface
-    except ValueError as error:
-        raise RecordError(f"{path} is no recorded landscape ({error}): measure it again") from error
+    return read_record(path, Landscape, "landscape")

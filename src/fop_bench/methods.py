@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fop_bench.errors import BenchError, unknown
+from fop_bench.registry import by_name
 
 Options = Mapping[str, Any]
 Grid = Mapping[str, tuple[Any, ...]]
@@ -172,11 +173,7 @@ SECOND_ORDER_GRID = {"lr": SGD_RATES, "momentum": (0.9, 0.7), "damping": (1e-3, 
 _FOP, _KFAC = from_package("fop", "FOP"), from_package("fop", "KFAC")
 
 
-def _register(*methods: Method) -> dict[str, Method]:
-    return {method.name: method for method in methods}
-
-
-METHODS: dict[str, Method] = _register(
+METHODS: dict[str, Method] = by_name(
     Method(
         "sgd",
         "SGD with momentum (torch)",

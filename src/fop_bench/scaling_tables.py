@@ -84,7 +84,7 @@ def _measured_table(record: Scaling) -> Table:
         lines=tuple(lines),
         notes=(
             f"Median [smallest, largest] of {blocks} blocks of {record.interval} steps, each with "
-            "one renewal of curvature, in fresh processes with one thread a rank; made-up inputs "
+            "one refresh of curvature, in fresh processes with one thread a rank; made-up inputs "
             "in memory. Efficiency: T(1) / (R T(R)); of SGD's: over that of SGD, from blocks that "
             "alternate in the same processes. By CPU time: the same with the busiest "
             "rank's processor time, without waiting. Curvature: factors and inverses of the "

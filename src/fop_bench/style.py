@@ -34,6 +34,7 @@ LOOKS = {
     "sp-ngd": Look("SP-NGD", "#882255", "p"),
     "seng": Look("SENG", "#999933", "h"),
     "kfac": Look("KFAC", "#0072b2", "^"),
+    "kfac-staggered": Look("KFAC, staggered", "#0072b2", ">", dashed=True),
     "kfac-2x": Look("KFAC, 2× lr", "#0072b2", "<", dashed=True),
     "fop": Look("FOP", "#d55e00", "D"),
     "fop-sum": Look("FOP (sum)", "#d55e00", "d", dashed=True),

@@ -36,6 +36,7 @@ from fop_bench.models import (
     t2t_vit_14,
 )
 from fop_bench.networks import Network
+from fop_bench.registry import by_name
 
 __all__ = ["WORKLOADS", "Batches", "DataStatus", "Splits", "Workload", "data_status"]
 
@@ -142,7 +143,7 @@ def _long_tail(data: Literal["cifar10", "cifar100"], imbalance: int, target: flo
 
 _TEXT_LENGTH = 64
 
-_WORKLOADS = (
+WORKLOADS: dict[str, Workload] = by_name(
     Workload(
         name="digits-mlp",
         summary="handwritten digits (in the package), MLP 64-64-32-10",
@@ -277,4 +278,3 @@ _WORKLOADS = (
     _long_tail("cifar100", 100, target=0.3773),
     _long_tail("cifar100", 50, target=0.4378),
 )
-WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _WORKLOADS}

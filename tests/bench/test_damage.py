@@ -322,16 +322,16 @@ def test_a_recipe_is_refused_or_planned_whatever_it_holds(tmp_path: Path, kind: 
     yaml = pytest.importorskip("yaml")
     whole = load_recipe(str(write_recipe(tmp_path)))
     table = {**deepcopy(dict(whole.table)), "tuned": "tuned.toml"}
-    path, refusals, planned = tmp_path / "mine.yaml", [], []
+    path, refused, planned = tmp_path / "mine.yaml", [], []
     for place in places(table):
         path.write_text(yaml.safe_dump(with_entry(table, place, WRONG[kind])))
         try:
             load_recipe(str(path)).plan()
             planned.append(".".join(map(str, place)))
         except BenchError as error:
-            refusals.append((place, str(error)))
+            refused.append((place, str(error)))
     assert set(planned) == FINE.get(kind, set())
-    for place, message in refusals:
+    for place, message in refused:
         assert any(word in message for word in ("mine", str(place[-1]), "/x")), message
 
 

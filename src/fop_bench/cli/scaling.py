@@ -27,7 +27,7 @@ def scaling(
     ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks to measure.")] = (
         "1,2"
     ),
-    interval: Annotated[int, typer.Option(min=1, help="Steps between renewals of curvature.")] = 10,
+    interval: Annotated[int, typer.Option(min=1, help="Steps between curvature refreshes.")] = 10,
     blocks: Annotated[int, typer.Option(min=1, help="Intervals that each process times.")] = 3,
     rounds: Annotated[
         int, typer.Option(min=1, help="Times that everything is measured, in turn.")
