@@ -310,7 +310,7 @@ def an_optimizer_built_before_the_wrapper(rank: Rank) -> None:
         model = net()
         optimizer = kind(model, **options)
         module = DistributedDataParallel(model)
-        for step in range(5):
+        for step in range(4):
             optimizer.zero_grad()
             parts = in_parts(batches(sizes, seed=step)[rank.index], 2)
             for number, (x, y) in enumerate(parts):
@@ -390,8 +390,20 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+# What depends on how many ranks there are: an odd number has unequal halves, and four can share
+# curvature out by twos.
+ODD: tuple[Check, ...] = (
+    every_rank_has_the_same_parameters,
+    uneven_batches,
+    accumulation,
+    the_dense_reference,
+    a_layer_that_some_ranks_do_not_use,
+)
+BY_TWOS: tuple[Check, ...] = (packed_factors, every_strategy, uneven_batches)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ranks_equal_one_process(ranks: int) -> None:
-    failures = run(ranks, CHECKS)
+@pytest.mark.parametrize(("ranks", "checks"), [(1, CHECKS), (2, CHECKS), (3, ODD), (4, BY_TWOS)])
+def test_ranks_equal_one_process(ranks: int, checks: tuple[Check, ...]) -> None:
+    failures = run(ranks, checks)
     assert not failures, "\n".join(f"{check}: {text}" for check, text in failures.items())
