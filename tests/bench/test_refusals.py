@@ -235,10 +235,7 @@ EXTRA = ["typer", "click", "rich", "jinja2", "markupsafe", "matplotlib", "numpy"
     ("blocked", "arguments"),
     [
         (EXTRA, ["--help"]),
-        (EXTRA, ["train", "digits-mlp"]),
-        (["rich"], ["list"]),
         (["matplotlib"], ["report", "runs"]),
-        (["jinja2"], ["report", "runs"]),
         (["pytorch_optimizer"], ["train", "digits-mlp", "--method", "lamb"]),
         (["tensorboard"], ["train", "digits-mlp", "--method", "sgd", "--epochs", "1"]),
     ],
