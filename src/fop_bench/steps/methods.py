@@ -176,7 +176,7 @@ METHODS = by_name(
     TimedMethod("lamb", _of("lamb")),
     TimedMethod("kron", _kron, _last_of_interval),
     TimedMethod("soap", _of("soap", "precondition_frequency"), _first_of_interval),
-    TimedMethod("shampoo", _shampoo, _last_of_interval),
+    TimedMethod("scalable-shampoo", _shampoo, _last_of_interval),
     TimedMethod("singd", _singd, _first_of_interval),
     TimedMethod("curvlinops", CurvlinopsStepper, _first_of_interval),
     TimedMethod("kfac", _of("kfac", "update_every"), _fop_refreshes),

@@ -164,7 +164,7 @@ def targets(record: Record) -> Table:
         [across[0][0], *(against_target(value, target) for _, value, target in across)]
         for across in zip(*columns, strict=True)
     ]
-    return _table("Targets", ["", *(TABLE[name].label for name in names)], rows)
+    return _table("Ratios, with the targets", ["", *(TABLE[name].label for name in names)], rows)
 
 
 def _aims(record: Record, workload: str) -> list[tuple[str, float | None, float]]:
