@@ -259,11 +259,7 @@ def _optimizer(model: nn.Module, method: str, options: Mapping[str, Any]) -> tor
 
 
 def _loss_in_plane(
-    model: nn.Module,
-    workload: Workload,
-    axes: Sequence[Direction],
-    inputs: Tensor,
-    targets: Tensor,
+    model: nn.Module, workload: Workload, axes: Sequence[Direction], inputs: Tensor, targets: Tensor
 ) -> Callable[[float, float], float]:
     """The batch's loss at a place of the plane; batch norm uses the batch, as in training."""
     probe = copy.deepcopy(model)

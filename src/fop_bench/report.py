@@ -91,11 +91,7 @@ def html(title: str, sections: list[Section]) -> str:
     )
     template = environment.get_template("report.html.jinja")
     return template.render(
-        mark=Markup(MARK),
-        title=title,
-        lead=_lead(sections),
-        sections=sections,
-        to_html=to_html,
+        mark=Markup(MARK), title=title, lead=_lead(sections), sections=sections, to_html=to_html
     )
 
 

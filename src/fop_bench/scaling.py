@@ -162,12 +162,7 @@ def measure(
 
 def probe(workload: str, batch_size: int, ranks: int, *, device: str = "cpu") -> Hardware:
     """The cost model's constants on this machine."""
-    request = {
-        "kind": "probe",
-        "workload": workload,
-        "batch_size": batch_size,
-        "device": device,
-    }
+    request = {"kind": "probe", "workload": workload, "batch_size": batch_size, "device": device}
     return Hardware(**_ask(request, ranks))
 
 

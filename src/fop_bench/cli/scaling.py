@@ -51,8 +51,7 @@ def scaling(
     utilisation: Annotated[
         float,
         typer.Option(
-            callback=opt.finite(1e-6),
-            help="Share of an accelerator's peak that training reaches.",
+            callback=opt.finite(1e-6), help="Share of an accelerator's peak that training reaches."
         ),
     ] = 0.3,
     out: Annotated[Path | None, typer.Option(help="Directory; default: runs/scaling/NAME.")] = None,
