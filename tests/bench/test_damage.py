@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict
@@ -20,13 +21,13 @@ from fop_bench.errors import BenchError, RecordError
 from fop_bench.landscape import Landscape, Step, read_landscape, write_landscape
 from fop_bench.loop import Runtime, train
 from fop_bench.memory import Measurement, read_measurements, write_measurements
-from fop_bench.progress import Reporter
 from fop_bench.recipes import load_recipe
 from fop_bench.records import read_run
 from fop_bench.scaling import Scaling, Timing, predict_all, read_scaling, write_scaling
 from fop_bench.tuned import Setting, read_tuned, write_tuned
 from fop_bench.workloads import WORKLOADS
 from tests.bench.recorded import write_run
+from tests.bench.test_loop import Interrupting
 from tests.bench.tiny import TinyWorkload, tiny_config
 
 QUIET = Runtime(checkpoint_seconds=0.0, tensorboard=False)
@@ -364,22 +365,19 @@ def test_a_tuned_setting_of_the_wrong_kind_is_refused(
         load_recipe("digits-mlp", tuned=path).run(WORKLOADS["digits-mlp"], "sgd", 64, 0)
 
 
-class Interrupting(Reporter):
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def stepped(self, steps: int, images: int, loss: float | None) -> None:
-        self.left -= steps
-        if self.left == 0:
-            raise KeyboardInterrupt
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint after two of its three epochs of seven steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config(epochs=3), WORKLOAD, folder, QUIET, reporter=Interrupting(after=17))
+    return folder
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Path:
-    """A run with a checkpoint after two of its three epochs of seven steps."""
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_config(epochs=3), WORKLOAD, tmp_path, QUIET, reporter=Interrupting(after=17))
-    return tmp_path
+def stopped(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(stopped_run, tmp_path / "run")
 
 
 def resume(run_dir: Path) -> Any:
