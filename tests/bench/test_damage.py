@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from fop_bench.cli import app
 from fop_bench.config import ConfigError
 from fop_bench.costs import accelerator
 from fop_bench.errors import BenchError, RecordError
@@ -26,6 +24,7 @@ from fop_bench.records import read_run
 from fop_bench.scaling import Scaling, Timing, predict_all, read_scaling, write_scaling
 from fop_bench.tuned import Setting, read_tuned, write_tuned
 from fop_bench.workloads import WORKLOADS
+from tests.bench.commands import refused
 from tests.bench.recorded import write_run
 from tests.bench.test_loop import Interrupting
 from tests.bench.tiny import TinyWorkload, tiny_config
@@ -53,19 +52,6 @@ BYTES = {
     "deep": b"[" * 100_000,
     "half a character": b'{"schema": "\\ud800"}',
 }
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(*arguments: Any) -> str:
-    """The one message of a command that could not do what was asked; not a traceback."""
-    result = run(*arguments)
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code == 1, result.output
-    assert result.output.count("Error:") == 1
-    return " ".join(result.output.split())
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
