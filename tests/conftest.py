@@ -9,7 +9,7 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 
-# The same examples in every run, so that no failure is a matter of luck; FOP_FUZZ=1 draws anew.
+# The same examples in every run, so that no failure is a matter of luck; FOP_FUZZ=1 draws new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("fuzz", deadline=None, max_examples=2000)
 settings.load_profile("fuzz" if os.environ.get("FOP_FUZZ") else "repeatable")

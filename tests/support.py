@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -409,7 +410,7 @@ SAFETY = [
     Row(
         "Freezing, unfreezing or casting in the middle of a step",
         "the step of the gradients that are there",
-        "toggling::test_what_is_frozen_before_step_is_frozen_after_it "
+        "toggling::test_what_is_toggled_before_step_is_toggled_after_it "
         "toggling::test_a_bias_frozen_between_passes_keeps_its_gradient_so_far "
         "toggling::test_a_model_cast_in_the_middle_of_a_step_goes_on_in_the_new_precision",
     ),
@@ -494,6 +495,7 @@ def _location(test: str) -> tuple[Path, str]:
     return ROOT / "tests" / folder / f"test_{file}.py", function
 
 
+@cache
 def defined_tests(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import fop
 from fop.curvature.base import LARGEST_GROWTH, moving_average
+from tests.common import train
 
 FOUND = load_digits()
 IMAGES = torch.as_tensor(FOUND.data, dtype=torch.float32)[:1500] / 16
@@ -42,23 +45,33 @@ def spiked_backward(model: nn.Sequential, x: Tensor, y: Tensor, where: str, size
     (loss * size if where == "loss" else loss).backward()
 
 
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    chosen = torch.randint(len(IMAGES), (128,), generator=torch.Generator().manual_seed(step))
+    return IMAGES[chosen], LABELS[chosen]
+
+
+@functools.cache
+def trained(kind: Any, steps: int, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of model and optimizer after so many steps."""
+    model = perceptron()
+    optimizer = kind(model, **options)
+    train(model, optimizer, map(batch, range(1, steps + 1)))
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
 def recovers(kind: Any, where: str, size: float, at: int, **options: Any) -> tuple[float, float]:
     """The loss before the spike, and the least within 30 steps after it."""
-    model, batches = perceptron(), torch.Generator().manual_seed(1)
+    model = perceptron()
     optimizer = kind(model, **options)
-    before, after = 0.0, []
-    for step in range(1, at + 31):
-        chosen = torch.randint(len(IMAGES), (128,), generator=batches)
-        x, y = IMAGES[chosen], LABELS[chosen]
-        optimizer.zero_grad()
-        if step == at:
-            before = whole_loss(model)
-            spiked_backward(model, x, y, where, size)
-        else:
-            cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if step > at:
-            after.append(whole_loss(model))
+    of_model, of_optimizer = copy.deepcopy(trained(kind, at - 1, **options))
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    before, after = whole_loss(model), []
+    spiked_backward(model, *batch(at), where, size)
+    optimizer.step()
+    for step in range(at + 1, at + 31):
+        train(model, optimizer, [batch(step)])
+        after.append(whole_loss(model))
     return before, min(after)
 
 

@@ -56,7 +56,7 @@ def test_a_compiled_training_step_is_the_plain_one() -> None:
         optimizer.step()
 
     compiled = torch.compile(step, backend="aot_eager")
-    data = [points(seed=seed) for seed in range(4)]
+    data = [points(seed=seed) for seed in range(2)]
     for x, y in data:
         compiled(x, y)
     train(plain, fop.FOP(plain), data)

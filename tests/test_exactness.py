@@ -308,7 +308,7 @@ def test_every_layer_takes_the_reference_step(name: str, project: bool) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", ["mlp", "shared positions", "conv groups", "called three times"])
+@pytest.mark.parametrize("name", ["shared positions", "conv groups"])
 def test_every_setting_takes_the_reference_step(name: str, setting: str) -> None:
     assert_same_training(*build(name), SETTINGS[setting])
 
@@ -410,7 +410,7 @@ def test_unitwise_norms_take_the_reference_step(name: str, project: bool) -> Non
 def test_odd_batches_and_microbatches_take_the_reference_step(
     sizes: tuple[int, ...], halves: str
 ) -> None:
-    for name in ("mlp", "conv stack", "shared positions"):
+    for name in ("conv stack", "shared positions"):
         assert_same_training(*build(name), {"halves": halves, "beta": 0.3}, sizes=sizes)
         assert_same_training(*build(name), {"halves": halves}, sizes=sizes)
 
@@ -435,7 +435,7 @@ def bernoulli_batches(
     return [(x, (y > 0).double()) for x, y in gaussian_batches(shape, sizes)]
 
 
-@pytest.mark.parametrize("name", ["mlp", "shared positions", "conv groups", "called three times"])
+@pytest.mark.parametrize("name", ["shared positions", "called three times"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(

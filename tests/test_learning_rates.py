@@ -6,6 +6,7 @@ share of it is taken.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from torch.optim.lr_scheduler import (
 import fop
 from tests.common import distance, snapshot
 
+DIGITS = load_digits()
 STEPS = 80
 Optimizer = fop.FOP | fop.KFAC
 Schedule = Callable[[Optimizer], LRScheduler]
@@ -37,7 +39,7 @@ class Problem:
     """Handwritten digits, an MLP, batches of 64."""
 
     def __init__(self, seed: int) -> None:
-        digits = load_digits()
+        digits = DIGITS
         shuffled = torch.randperm(len(digits.data), generator=torch.Generator().manual_seed(0))
         x = torch.as_tensor(digits.data, dtype=torch.float32)[shuffled] / 16
         y = torch.as_tensor(digits.target)[shuffled]
@@ -56,6 +58,7 @@ class Problem:
             return float(cross_entropy(self.model(self.held_out), self.labels))
 
 
+@functools.cache  # many schedules are compared with one run at constant lr
 def lengths(
     kind: type[Optimizer], momentum: float, schedule: Schedule | None, seed: int = 0, **options: Any
 ) -> tuple[list[float], float]:

@@ -68,7 +68,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("settings", [{"update_every": 3}, {"fisher": "mc", "update_every": 7}])
-def test_thousands_of_steps_do_not_grow(settings: dict[str, Any]) -> None:
+def test_hundreds_of_steps_do_not_grow(settings: dict[str, Any]) -> None:
     """Neither tensors nor Python objects; also with evaluations and dropped batches in between."""
     model = mlp(dtype=torch.float32)
     optimizer = fop.FOP(model, **settings)
@@ -85,8 +85,8 @@ def test_thousands_of_steps_do_not_grow(settings: dict[str, Any]) -> None:
     some(100)
     memory, objects = live_tensor_bytes(), len(gc.get_objects())
     resident = resident_bytes() if Path("/proc/self/statm").exists() else None
-    some(2000)
+    some(600)
     assert live_tensor_bytes() == memory
     assert len(gc.get_objects()) - objects < 100
     if resident is not None:  # what C++ holds shows only here
-        assert resident_bytes() - resident < 16 * 2**20
+        assert resident_bytes() - resident < 8 * 2**20

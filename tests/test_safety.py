@@ -109,7 +109,7 @@ OTHERS: dict[str, Any] = {"fallback": "adamw", "skip": "0", "nesterov": True}
         (poison_capture, {}),
     ],
 )
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 11])
+@pytest.mark.parametrize("at", [1, 3, 4, 11])
 @pytest.mark.usefixtures("any_device")
 def test_a_step_that_is_not_finite_changes_nothing(
     poison: Callable[..., None], at: int, settings: dict[str, Any]

@@ -54,46 +54,25 @@ def go_on(model: nn.Module, optimizer: Any) -> None:
     train(model, optimizer, [points(seed=seed) for seed in range(20, 23)])
 
 
-@BOTH
 @WHEN
 @CURVATURES
-@pytest.mark.parametrize("name", ["0.bias", "0.weight", "1.bias", "3.bias"])
-def test_what_is_frozen_before_step_is_frozen_after_it(
-    build: Any, steps: int, settings: dict[str, Any], name: str
+@pytest.mark.parametrize("name", ["0.bias", "0.weight", "1.bias"])
+@pytest.mark.parametrize("to", [False, True], ids=["frozen", "unfrozen"])
+def test_what_is_toggled_before_step_is_toggled_after_it(
+    steps: int, settings: dict[str, Any], name: str, to: bool
 ) -> None:
     found = []
     for early in (True, False):
-        model, optimizer = started(build, steps, **settings)
-        backward(model, 10)
-        backward(model, 11)
-        if early:
-            model.get_parameter(name).requires_grad_(False)
-        optimizer.step()
-        model.get_parameter(name).requires_grad_(False)
-        go_on(model, optimizer)
-        found.append(snapshot(model))
-    assert same(*found)
-
-
-@BOTH
-@WHEN
-@CURVATURES
-@pytest.mark.parametrize("name", ["0.bias", "0.weight", "1.bias", "3.bias"])
-def test_what_is_unfrozen_before_step_is_unfrozen_after_it(
-    build: Any, steps: int, settings: dict[str, Any], name: str
-) -> None:
-    found = []
-    for early in (True, False):
-        model, optimizer = started(build, 0, **settings)
-        model.get_parameter(name).requires_grad_(False)
+        model, optimizer = started(fop.FOP, 0, **settings)
+        model.get_parameter(name).requires_grad_(not to)
         train(model, optimizer, [points(seed=seed) for seed in range(steps)])
         optimizer.zero_grad()
         backward(model, 10)
         backward(model, 11)
         if early:
-            model.get_parameter(name).requires_grad_(True)
+            model.get_parameter(name).requires_grad_(to)
         optimizer.step()
-        model.get_parameter(name).requires_grad_(True)
+        model.get_parameter(name).requires_grad_(to)
         go_on(model, optimizer)
         found.append(snapshot(model))
     assert same(*found)
@@ -101,7 +80,7 @@ def test_what_is_unfrozen_before_step_is_unfrozen_after_it(
 
 @WHEN
 @CURVATURES
-@pytest.mark.parametrize("name", ["0.bias", "1.bias", "3.bias"])
+@pytest.mark.parametrize("name", ["0.bias", "1.bias"])
 def test_a_bias_frozen_between_passes_keeps_its_gradient_so_far(
     steps: int, settings: dict[str, Any], name: str
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fop_bench.errors import RecordError
-from fop_bench.records import atomic_open
+from fop_bench.files import atomic_open
 from fop_bench.schema import Limit, NonNegative, Whole, fit
 
 if TYPE_CHECKING:

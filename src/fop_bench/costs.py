@@ -1,7 +1,7 @@
 """What a step costs on R ranks: operations and bytes from layers' shapes, seconds from constants.
 
-A MODEL, to see how far a design scales on machines that are not at hand. Nothing that comes out of
-here was measured, and whoever shows it says so. What curvature takes is counted by the library's
+A MODEL, to see how far a design scales on machines that are not here. Nothing that comes out of
+it was measured, and whoever shows it says so. What curvature takes is counted by the library's
 own model, `fop.costs`, in multiply-adds of two operations each. For N examples on R ranks, factors
 [i, i] and [o, o] (bias included) at s positions, curvature every T steps, P parameters:
 
@@ -223,8 +223,8 @@ def shape_of(model: nn.Module, inputs: Tensor) -> ModelShape:
         before = shapes[name].positions if name in shapes else 0  # called several times
         shapes[name] = LayerShape(name, columns + bias, rows, before + positions, groups)
 
-    watched = [m for m in names if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
-    handles = [module.register_forward_hook(note) for module in watched]
+    hooked = [m for m in names if isinstance(m, (nn.Linear, *CONVOLUTIONS))]
+    handles = [module.register_forward_hook(note) for module in hooked]
     training = model.training
     model.eval()
     try:

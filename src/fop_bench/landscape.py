@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fop_bench.config import ConfigError
-from fop_bench.errors import RecordError
+from fop_bench.files import read_record, write_json
 from fop_bench.methods import get_method
-from fop_bench.records import strict_json, write_text
-from fop_bench.schema import Count, Name, NonNegative, OrInfinite, fit, read_json
+from fop_bench.schema import Count, Name, NonNegative, OrInfinite
+from fop_bench.stepper import Stepper
 from fop_bench.style import look
 
 if TYPE_CHECKING:
@@ -126,41 +125,20 @@ def measure(
         model.load_state_dict(dict(weights))
     else:
         optimizer = _optimizer(model, methods[0], chosen[methods[0]])
-        for inputs, targets in _batches(splits, batch_size, seed, warmup):
-            optimizer.zero_grad()
-            torch.autograd.backward(workload.loss(model(inputs), targets))
-            optimizer.step()
+        stepper = Stepper(model, optimizer, loss=workload.loss)
+        for batch in _batches(splits, batch_size, seed, warmup):
+            stepper.step(*batch)
         model = copy.deepcopy(model)  # without the hooks of the optimizer that warmed it up
     # From another order of the data than the warm-up's, so that its last batch is no special one.
     inputs, targets = next(_batches(splits, batch_size, seed + 1, 1))
-
-    moves, ends = [], []
-    for name in methods:
-        move, end = _one_step(model, workload, name, chosen[name], inputs, targets)
-        moves.append(move)
-        ends.append(end)
-    if plane == "random":
-        generator = torch.Generator().manual_seed(seed)
-        axes = tuple(filter_normalised(list(model.parameters()), generator) for _ in range(2))
-        reach = span
-    else:
-        axes = _plane_of(moves[0], moves[-1])
-        reach = span * 1.6 * max(max(map(abs, coordinates(move, axes))) for move in moves)
-        reach = reach or span
-
+    taken = [_one_step(model, workload, name, chosen[name], inputs, targets) for name in methods]
+    moves = [move for move, _ in taken]
+    axes, reach = _axes(model, moves, plane, span, seed)
     loss_at = _loss_in_plane(model, workload, axes, inputs, targets)
     places = tuple(torch.linspace(-reach, reach, resolution).tolist())
-    grid = []
-    for row, y in enumerate(places):
-        line = []
-        for column, x in enumerate(places):
-            line.append(loss_at(x, y))
-            if progress:
-                progress(row * resolution + column + 1, resolution**2)
-        grid.append(tuple(line))
     steps = [
         Step(name, *coordinates(move, axes), loss=end, share=_share(move, axes))
-        for name, move, end in zip(methods, moves, ends, strict=True)
+        for name, (move, end) in zip(methods, taken, strict=True)
     ]
     return Landscape(
         workload=workload.name,
@@ -169,10 +147,38 @@ def measure(
         plane=plane,
         xs=places,
         ys=places,
-        losses=tuple(grid),
+        losses=_grid(loss_at, places, progress),
         loss=loss_at(0.0, 0.0),
         steps=tuple(steps),
     )
+
+
+def _axes(
+    model: nn.Module, moves: Sequence[Direction], plane: Plane, span: float, seed: int
+) -> tuple[tuple[Direction, Direction], float]:
+    """The two axes of the plane, and how far the grid reaches along them."""
+    if plane == "random":
+        generator, weights = torch.Generator().manual_seed(seed), list(model.parameters())
+        first = filter_normalised(weights, generator)
+        return (first, filter_normalised(weights, generator)), span
+    axes = _plane_of(moves[0], moves[-1])
+    longest = max(max(map(abs, coordinates(move, axes))) for move in moves)
+    return axes, span * 1.6 * longest or span
+
+
+def _grid(
+    loss_at: Callable[[float, float], float],
+    places: Sequence[float],
+    progress: Callable[[int, int], None] | None,
+) -> tuple[tuple[float, ...], ...]:
+    """The loss at each pair of places, a row for each y."""
+    losses = []
+    for y, x in itertools.product(places, places):
+        losses.append(loss_at(x, y))
+        if progress:
+            progress(len(losses), len(places) ** 2)
+    width = len(places)
+    return tuple(tuple(losses[at : at + width]) for at in range(0, len(losses), width))
 
 
 def filter_normalised(parameters: Sequence[Tensor], generator: torch.Generator) -> Direction:
@@ -240,9 +246,7 @@ def _one_step(
     """The step that a fresh optimizer of the method takes, and the loss after it."""
     moved = copy.deepcopy(model)
     optimizer = _optimizer(moved, method, options)
-    optimizer.zero_grad()
-    torch.autograd.backward(workload.loss(moved(inputs), targets))
-    optimizer.step()
+    Stepper(moved, optimizer, loss=workload.loss).step(inputs, targets)
     pairs = zip(moved.parameters(), model.parameters(), strict=True)
     move = [(after - before).detach().clone() for after, before in pairs]
     with torch.no_grad():
@@ -255,11 +259,7 @@ def _optimizer(model: nn.Module, method: str, options: Mapping[str, Any]) -> tor
 
 
 def _loss_in_plane(
-    model: nn.Module,
-    workload: Workload,
-    axes: Sequence[Direction],
-    inputs: Tensor,
-    targets: Tensor,
+    model: nn.Module, workload: Workload, axes: Sequence[Direction], inputs: Tensor, targets: Tensor
 ) -> Callable[[float, float], float]:
     """The batch's loss at a place of the plane; batch norm uses the batch, as in training."""
     probe = copy.deepcopy(model)
@@ -276,15 +276,9 @@ def _loss_in_plane(
 
 def write_landscape(landscape: Landscape, path: Path) -> Path:
     """Record the surface, so that it can be drawn and reported; a loss of infinity becomes null."""
-    write_text(path, json.dumps(strict_json(asdict(landscape)), allow_nan=False) + "\n")
-    return path
+    return write_json(path, asdict(landscape))
 
 
 def read_landscape(path: Path) -> Landscape:
     """A surface that ``write_landscape`` recorded."""
-    content = read_json(path, "measure it again")
-    try:
-        surface: Landscape = fit(content, Landscape)
-        return surface
-    except ValueError as error:
-        raise RecordError(f"{path} is no recorded landscape ({error}): measure it again") from error
+    return read_record(path, Landscape, "landscape")

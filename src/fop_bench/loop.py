@@ -17,6 +17,7 @@ from fop_bench.checkpoint import load_checkpoint, save_checkpoint
 from fop_bench.config import RunConfig, differences
 from fop_bench.errors import BenchError
 from fop_bench.events import EventLog, layer_diagnostics
+from fop_bench.files import is_leftover, remove_leftovers
 from fop_bench.lock import LOCK, run_lock
 from fop_bench.parallel import depends_on_ranks
 from fop_bench.progress import Reporter
@@ -25,11 +26,9 @@ from fop_bench.records import (
     META,
     SCHEMA,
     Run,
-    is_leftover,
     machine,
     now,
     read_run,
-    remove_leftovers,
     versions,
     write_meta,
     write_metrics,

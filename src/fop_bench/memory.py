@@ -20,17 +20,17 @@ from typing import Annotated, Any, Literal, TypedDict
 import torch
 
 from fop_bench import published
-from fop_bench.errors import BenchError, RecordError
+from fop_bench.errors import BenchError
+from fop_bench.files import read_record, write_json
 from fop_bench.methods import get_method
 from fop_bench.processes import ProcessError, answer, ask, peak_resident, start_counting_peak
-from fop_bench.records import machine, strict_json, versions, write_text
+from fop_bench.records import provenance
 from fop_bench.render import PUBLISHED, Cell, Table
-from fop_bench.schema import Count, Limit, MisfitError, Name, OrInfinite, fit, read_json
+from fop_bench.schema import Count, Limit, Name, OrInfinite
 from fop_bench.stepper import Stepper, load_lazy_code
 from fop_bench.style import look, order
 
 FILE = "memory.json"
-SCHEMA = 1
 GIGA = 1e9
 STEPS = 3  # curvature is refreshed on steps 1 and 2, and momentum exists from the first step on
 
@@ -187,26 +187,14 @@ def bytes_text(amount: float) -> str:
 
 def write_measurements(measurements: Sequence[Measurement], path: Path) -> Path:
     """Record the measurements with versions and machine; null stands for out of memory."""
-    device = torch.device(measurements[0].device if measurements else "cpu")
-    content = {
-        "schema": SCHEMA,
-        "versions": versions(),
-        "machine": machine(device),
-        "measurements": [asdict(measurement) for measurement in measurements],
-    }
-    write_text(path, json.dumps(strict_json(content), indent=2, allow_nan=False) + "\n")
-    return path
+    device = measurements[0].device if measurements else "cpu"
+    content = {"measurements": [asdict(measurement) for measurement in measurements]}
+    return write_json(path, provenance(device) | content)
 
 
 def read_measurements(path: Path) -> list[Measurement]:
     """Measurements that ``write_measurements`` recorded."""
-    content = read_json(path, "measure again")
-    try:
-        return list(fit(content, _Record)["measurements"])
-    except MisfitError as error:
-        raise RecordError(
-            f"{path} holds no memory measurements ({error}): measure again"
-        ) from error
+    return read_record(path, _Record, "memory measurements")["measurements"]
 
 
 if __name__ == "__main__":

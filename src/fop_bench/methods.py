@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fop_bench.errors import BenchError, unknown
+from fop_bench.registry import by_name
 
 Options = Mapping[str, Any]
 Grid = Mapping[str, tuple[Any, ...]]
@@ -172,11 +173,22 @@ SECOND_ORDER_GRID = {"lr": SGD_RATES, "momentum": (0.9, 0.7), "damping": (1e-3, 
 _FOP, _KFAC = from_package("fop", "FOP"), from_package("fop", "KFAC")
 
 
-def _register(*methods: Method) -> dict[str, Method]:
-    return {method.name: method for method in methods}
+def _second_order(
+    name: str,
+    summary: str,
+    constructor: Callable[[], type[Optimizer]],
+    adjust: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    follows: str | None = None,
+    **options: Any,
+) -> Method:
+    """A method of fop, with these options of its own."""
+    defaults = {**SECOND_ORDER, **options}
+    return Method(
+        name, summary, defaults, SECOND_ORDER_GRID, constructor, True, adjust, follows, PINNED
+    )
 
 
-METHODS: dict[str, Method] = _register(
+METHODS: dict[str, Method] = by_name(
     Method(
         "sgd",
         "SGD with momentum (torch)",
@@ -212,52 +224,23 @@ METHODS: dict[str, Method] = _register(
         {"lr": ADAMW_RATES, "weight_decay": (1e-2, 1e-4), "betas": ((0.95, 0.95), (0.9, 0.99))},
         from_package("pytorch_optimizer", "SOAP"),
     ),
-    Method(
-        "kfac",
-        "KFAC (fop)",
-        SECOND_ORDER,
-        SECOND_ORDER_GRID,
-        _KFAC,
-        takes_model=True,
-        pinned=PINNED,
-    ),
-    Method(
+    _second_order("kfac", "KFAC (fop)", _KFAC),
+    _second_order(
         "kfac-2x",
         "the control of every FOP comparison: KFAC with lr and KL clip doubled",
-        SECOND_ORDER,
-        SECOND_ORDER_GRID,
         _KFAC,
-        takes_model=True,
         adjust=_twice_the_step,
         follows="kfac",
-        pinned=PINNED,
     ),
-    Method(
-        "fop",
-        "FOP with g_tot = mean of the two gradients (fop)",
-        {**SECOND_ORDER, "total": "mean"},
-        SECOND_ORDER_GRID,
-        _FOP,
-        takes_model=True,
-        pinned=PINNED,
-    ),
-    Method(
-        "fop-sum",
-        "FOP with g_tot = g1 + g2 (fop)",
-        {**SECOND_ORDER, "total": "sum"},
-        SECOND_ORDER_GRID,
-        _FOP,
-        takes_model=True,
-        pinned=PINNED,
-    ),
-    Method(
+    _second_order("fop", "FOP with g_tot = mean of the two gradients (fop)", _FOP, total="mean"),
+    _second_order("fop-sum", "FOP with g_tot = g1 + g2 (fop)", _FOP, total="sum"),
+    _second_order(
         "sp-ngd",
         "KFAC as in SP-NGD: empirical Fisher, stale factors, unit-wise norm layers",
-        {**SECOND_ORDER, "fisher": "empirical", "update_every": 50, "norms": "unitwise"},
-        SECOND_ORDER_GRID,
         _KFAC,
-        takes_model=True,
-        pinned=PINNED,
+        fisher="empirical",
+        update_every=50,
+        norms="unitwise",
     ),
 )
 

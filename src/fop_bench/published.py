@@ -176,11 +176,7 @@ def _load(path: Path) -> Published:
         reference=Reference(**reference) if reference else None,
         results=tuple(_result(entry, content) for entry in content["results"]),
         memory=tuple(
-            Memory(
-                source=sources()[content["source"]],
-                where=content["memory_where"],
-                **entry,
-            )
+            Memory(source=sources()[content["source"]], where=content["memory_where"], **entry)
             for entry in content.get("memory", ())
         ),
     )

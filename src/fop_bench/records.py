@@ -17,30 +17,19 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 
-from fop_bench.errors import RecordError, WriteError
-from fop_bench.schema import (
-    Count,
-    MisfitError,
-    Name,
-    NonNegative,
-    Setting,
-    Settings,
-    Whole,
-    fit,
-    parse_json,
-    read_json,
-    read_text,
-)
+from fop_bench.errors import RecordError
+from fop_bench.files import parse_json, read_json, read_text, strict_json, write_json, write_text
+from fop_bench.schema import Count, MisfitError, Name, NonNegative, Setting, Settings, Whole, fit
 
 SCHEMA = 1
 META = "meta.json"
@@ -143,57 +132,14 @@ class Run:
         return float(min(values, default=math.inf))
 
 
-@contextmanager
-def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file that appears under its name complete, or not at all; `WriteError` says why not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # A name on disk that is not UTF-8 can be shown, but not encoded.
-    how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open(mode, **({} if "b" in mode else how)) as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise WriteError(path, error) from error
-        raise
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Deletes half-written files of a process that was killed while it wrote them."""
-    for path in filter(is_leftover, folder.iterdir()):
-        path.unlink(missing_ok=True)
-
-
-def is_leftover(path: Path) -> bool:
-    return path.match(".*.tmp")
-
-
-def write_text(path: Path, text: str) -> None:
-    with atomic_open(path) as stream:
-        stream.write(text)
-
-
-def strict_json(value: Any) -> Any:
-    """`value` with every non-finite number as None: JSON has no NaN and no infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): strict_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict_json(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value
+def provenance(device: torch.device | str = "cpu", packages: Iterable[str] = ()) -> dict[str, Any]:
+    """What every record of measurements begins with."""
+    found = {"versions": versions(packages), "machine": machine(torch.device(device))}
+    return {"schema": SCHEMA, **found}
 
 
 def write_meta(run_dir: Path, meta: Mapping[str, Any]) -> None:
-    write_text(run_dir / META, json.dumps(strict_json(meta), indent=2, allow_nan=False) + "\n")
+    write_json(run_dir / META, meta)
 
 
 def write_metrics(run_dir: Path, metrics: Iterable[Mapping[str, Any]]) -> None:
@@ -282,10 +228,10 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     """Of Python and of every package that can change a number or a second in a record."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("fop", "numpy", "pytorch_optimizer"):
+    for name in ("fop", "numpy", "pytorch_optimizer", *packages):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from fop_bench.config import ConfigError
 from fop_bench.errors import RecordError, reason
-from fop_bench.records import atomic_open, write_text
+from fop_bench.files import atomic_open, write_text
 from fop_bench.render import markdown_text, to_html, to_markdown
 from fop_bench.sections import Picture, Section, collect
 
@@ -91,11 +91,7 @@ def html(title: str, sections: list[Section]) -> str:
     )
     template = environment.get_template("report.html.jinja")
     return template.render(
-        mark=Markup(MARK),
-        title=title,
-        lead=_lead(sections),
-        sections=sections,
-        to_html=to_html,
+        mark=Markup(MARK), title=title, lead=_lead(sections), sections=sections, to_html=to_html
     )
 
 

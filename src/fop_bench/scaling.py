@@ -8,32 +8,21 @@ disturbs the machine disturbs all. Predictions come from `costs` and are shown a
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-import torch
-
 from fop_bench.costs import Hardware, Prediction, predict, shape_of
-from fop_bench.errors import BenchError, RecordError
+from fop_bench.errors import BenchError
+from fop_bench.files import read_record, write_json
 from fop_bench.processes import ONE_THREAD, ProcessError, ask
-from fop_bench.records import machine, strict_json, versions, write_text
-from fop_bench.schema import (
-    Count,
-    Name,
-    NonNegative,
-    Positive,
-    Whole,
-    fit,
-    read_json,
-)
+from fop_bench.records import provenance
+from fop_bench.schema import Count, Name, NonNegative, Positive, Whole
 from fop_bench.workloads import WORKLOADS
 
 FILE = "scaling.json"
-SCHEMA = 1
 REFERENCE = "sgd"  # plain DistributedDataParallel
 
 
@@ -87,7 +76,7 @@ class Scaling:
     """
 
     workload: Name
-    interval: Count  # steps between renewals of curvature
+    interval: Count  # steps between refreshes of curvature
     timings: tuple[Timing, ...]
     predictions: tuple[Prediction, ...]
     hardware: tuple[Hardware, ...]
@@ -173,12 +162,7 @@ def measure(
 
 def probe(workload: str, batch_size: int, ranks: int, *, device: str = "cpu") -> Hardware:
     """The cost model's constants on this machine."""
-    request = {
-        "kind": "probe",
-        "workload": workload,
-        "batch_size": batch_size,
-        "device": device,
-    }
+    request = {"kind": "probe", "workload": workload, "batch_size": batch_size, "device": device}
     return Hardware(**_ask(request, ranks))
 
 
@@ -281,9 +265,6 @@ def batch_efficiencies(points: Sequence[Point]) -> dict[Point, float]:
 def write_scaling(record: Scaling, path: Path, device: str = "cpu") -> Path:
     """Record what was found with versions and machine; predictions are marked as a model."""
     content = {
-        "schema": SCHEMA,
-        "versions": versions(),
-        "machine": machine(torch.device(device)),
         "load": record.load,
         "workload": record.workload,
         "interval": record.interval,
@@ -294,23 +275,17 @@ def write_scaling(record: Scaling, path: Path, device: str = "cpu") -> Path:
             "predictions": [asdict(prediction) for prediction in record.predictions],
         },
     }
-    write_text(path, json.dumps(strict_json(content), indent=2, allow_nan=False) + "\n")
-    return path
+    return write_json(path, provenance(device) | content)
 
 
 def read_scaling(path: Path) -> Scaling:
     """What ``write_scaling`` recorded."""
-    content = read_json(path, "measure again")
-    try:
-        record: _Record = fit(content, _Record)
-        model = record["model"]
-        return Scaling(
-            workload=record["workload"],
-            interval=record["interval"],
-            timings=record["measured"],
-            predictions=model["predictions"],
-            hardware=model["hardware"],
-            load=record["load"],
-        )
-    except ValueError as error:
-        raise RecordError(f"{path} holds no scaling record ({error}): measure again") from error
+    record = read_record(path, _Record, "scaling record")
+    return Scaling(
+        workload=record["workload"],
+        interval=record["interval"],
+        timings=record["measured"],
+        predictions=record["model"]["predictions"],
+        hardware=record["model"]["hardware"],
+        load=record["load"],
+    )

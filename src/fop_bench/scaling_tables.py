@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fop_bench import published
 from fop_bench.costs import Hardware
@@ -38,60 +38,59 @@ def scaling_tables(record: Scaling) -> list[Table]:
     return [*tables, _published_table(record.workload, theirs)] if theirs else tables
 
 
+MEASURED = (
+    "method", "batch size", "ranks", "time a step", "rank-time", "efficiency",
+    "of SGD's", "by CPU time", "curvature a rank", "model",
+)  # fmt: skip
+
+
 def _measured_table(record: Scaling) -> Table:
-    points = measured_points(record)
-    reached, computed = efficiencies(points), _by_place(efficiencies(processor_points(record)))
-    here = record.hardware[0].name if record.hardware else ""
-    model = {(p.method, p.batch_size, p.ranks): p for p in record.predictions if p.hardware == here}
-    relative = relative_efficiencies(record.timings)
-    lines = []
-    for point, timing in sorted(
-        zip(points, record.timings, strict=True),
-        key=lambda pair: (pair[0].batch_size, order(pair[0].method), pair[0].ranks),
-    ):
-        place = (point.method, point.batch_size, point.ranks)
-        share = math.nan if point.method == REFERENCE else relative.get(timing, math.nan)
-        cpu, predicted = computed.get(place, math.nan), model.get(place)
-        state = max(timing.state_bytes, default=0)
-        lines.append(
-            (
-                Cell(look(point.method).label),
-                Cell(f"{point.batch_size:,}", point.batch_size),
-                Cell(str(point.ranks), point.ranks),
-                Cell(_range_text(timing.seconds), point.seconds),
-                Cell(time_text(point.seconds * point.ranks), point.seconds * point.ranks),
-                _percent(reached[point]),
-                _percent(share),
-                _percent(cpu),
-                Cell(bytes_text(state) if state else "", state),
-                Cell(
-                    time_text(predicted.seconds) if predicted else "",
-                    predicted.seconds if predicted else 0.0,
-                ),
-            )
-        )
-    blocks = min(len(t.seconds) for t in record.timings)
+    blocks = min(len(timing.seconds) for timing in record.timings)
     busy = (
         f"Other programs ran at the same time (load average {record.load:.1f}): times by the "
         "clock are disturbed, CPU time is less so."
     )
     return Table(
         title=f"{record.workload}: strong scaling, measured",
-        columns=(
-            "method", "batch size", "ranks", "time a step", "rank-time", "efficiency",
-            "of SGD's", "by CPU time", "curvature a rank", "model",
-        ),
-        lines=tuple(lines),
+        columns=MEASURED,
+        lines=tuple(_measured_lines(record)),
         notes=(
             f"Median [smallest, largest] of {blocks} blocks of {record.interval} steps, each with "
-            "one renewal of curvature, in fresh processes with one thread a rank; made-up inputs "
+            "one refresh of curvature, in fresh processes with one thread a rank; made-up inputs "
             "in memory. Efficiency: T(1) / (R T(R)); of SGD's: over that of SGD, from blocks that "
             "alternate in the same processes. By CPU time: the same with the busiest "
             "rank's processor time, without waiting. Curvature: factors and inverses of the "
             "fullest rank. Model: what the cost model predicts here, not measured.",
             *([busy] if record.load > QUIET else []),
         ),
-    )  # fmt: skip
+    )
+
+
+def _measured_lines(record: Scaling) -> Iterator[tuple[Cell, ...]]:
+    points = measured_points(record)
+    reached, computed = efficiencies(points), _by_place(efficiencies(processor_points(record)))
+    here = record.hardware[0].name if record.hardware else ""
+    model = _by_place({p: p.seconds for p in modelled_points(record, here)})
+    relative = relative_efficiencies(record.timings)
+    for point, timing in sorted(
+        zip(points, record.timings, strict=True),
+        key=lambda pair: (pair[0].batch_size, order(pair[0].method), pair[0].ranks),
+    ):
+        place = (point.method, point.batch_size, point.ranks)
+        share = math.nan if point.method == REFERENCE else relative.get(timing, math.nan)
+        predicted, state = model.get(place), max(timing.state_bytes, default=0)
+        yield (
+            Cell(look(point.method).label),
+            Cell(f"{point.batch_size:,}", point.batch_size),
+            Cell(str(point.ranks), point.ranks),
+            Cell(_range_text(timing.seconds), point.seconds),
+            Cell(time_text(point.seconds * point.ranks), point.seconds * point.ranks),
+            _percent(reached[point]),
+            _percent(share),
+            _percent(computed.get(place, math.nan)),
+            Cell(bytes_text(state) if state else "", state),
+            Cell(time_text(predicted) if predicted else "", predicted or 0.0),
+        )
 
 
 def _by_place(values: Mapping[Point, float]) -> dict[tuple[str, int, int], float]:

@@ -48,7 +48,7 @@ def time_steps(request: dict[str, Any], ranks: Ranks, device: torch.device) -> d
     """Seconds of a step in each block on the slowest rank, by the clock and of its processor, and
     the bytes of curvature that each rank keeps.
 
-    A block is a curvature interval, so that each holds one step that renews curvature. The first
+    A block is a curvature interval, so that each holds one step that refreshes curvature. The first
     one warms up. Blocks of the reference alternate with the method's own, so that both meet the
     same disturbances.
     """

@@ -7,12 +7,10 @@ expected there and what was found.
 
 from __future__ import annotations
 
-import json
 import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -23,8 +21,6 @@ from typing import (
     get_type_hints,
     is_typeddict,
 )
-
-from fop_bench.errors import RecordError, reason
 
 LARGEST = 1e100  # far above anything measured, far below what overflows in a sum or a plot
 LARGEST_WHOLE = 2**63 - 1
@@ -180,34 +176,3 @@ def _misfit(value: Any, expected: str, place: str) -> MisfitError:
     found = repr(value)
     found = found if len(found) <= 60 else f"{found[:57]}..."
     return MisfitError(f"{place or 'the file'}: expected {expected}, found {found}")
-
-
-def read_json(path: Path, cure: str) -> Any:
-    """The content of a JSON file, in which every number is finite and all text can be printed."""
-    return parse_json(read_text(path, cure), str(path), cure)
-
-
-def read_text(path: Path, cure: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read ({reason(error)}): {cure}") from error
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{path} is not text ({error}): {cure}") from error
-
-
-def parse_json(text: str, where: str, cure: str) -> Any:
-    try:
-        value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
-        # A lone half of a surrogate pair can be read, but not written again.
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-        return value
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{where} is not JSON ({error}): {cure}") from error
-
-
-def _number(text: str) -> int | float:
-    value: int | float = int(text) if text.lstrip("-").isdigit() else float(text)
-    if not abs(value) <= LARGEST:
-        raise ValueError(f"the number {text[:40]} is out of range")
-    return value

@@ -29,13 +29,7 @@ from fop_bench.render import Table
 from fop_bench.scaling_tables import scaling_tables
 from fop_bench.style import look, order
 from fop_bench.summary import by_variant, by_workload, differing, group_key
-from fop_bench.tables import (
-    detail_table,
-    group_error_table,
-    paper_table,
-    summarise,
-    tuning_table,
-)
+from fop_bench.tables import detail_table, group_error_table, paper_table, summarise, tuning_table
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,20 @@ LOOKS = {
     "adamw": Look("AdamW", "#e69f00", "s"),
     "lamb": Look("LAMB", "#cc79a7", "v"),
     "shampoo": Look("Shampoo", "#56b4e9", "P"),
+    "scalable-shampoo": Look("Shampoo (scalable)", "#56b4e9", "1", dashed=True),
+    "kron": Look("Kron", "#44aa99", "8"),
+    "singd": Look("singd", "#aa4499", "H"),
+    "curvlinops": Look("KFAC (curvlinops)", "#117733", "2"),
     "soap": Look("SOAP", "#009e73", "X"),
     "sp-ngd": Look("SP-NGD", "#882255", "p"),
     "seng": Look("SENG", "#999933", "h"),
     "kfac": Look("KFAC", "#0072b2", "^"),
+    "kfac-staggered": Look("KFAC, staggered", "#003f63", ">"),
     "kfac-2x": Look("KFAC, 2× lr", "#0072b2", "<", dashed=True),
     "fop": Look("FOP", "#d55e00", "D"),
     "fop-sum": Look("FOP (sum)", "#d55e00", "d", dashed=True),
 }
-SPARE_COLOURS = ("#332288", "#44aa99", "#aa4499", "#117733", "#ddcc77")
+SPARE_COLOURS = ("#332288", "#88ccee", "#ddcc77", "#661100", "#6699cc")
 
 
 def look(method: str) -> Look:

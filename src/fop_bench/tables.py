@@ -13,15 +13,7 @@ from fop_bench.published import Result
 from fop_bench.records import Run
 from fop_bench.render import PUBLISHED, Cell, Table, to_html, to_markdown, to_rich
 from fop_bench.style import look, order
-from fop_bench.summary import (
-    Row,
-    Spread,
-    by_variant,
-    number,
-    reference,
-    summarise,
-    variant_text,
-)
+from fop_bench.summary import Row, Spread, by_variant, number, reference, summarise, variant_text
 
 __all__ = [
     "detail_table",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from fop_bench.config import ConfigError, read_file
+from fop_bench.files import write_text
 from fop_bench.methods import get_method
-from fop_bench.records import now, versions, write_text
+from fop_bench.records import now, versions
 from fop_bench.schema import Count, MisfitError, Name, Settings, fit
 
 SCHEMA = 1

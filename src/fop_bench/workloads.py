@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from fop_bench.models import (
     t2t_vit_14,
 )
 from fop_bench.networks import Network
+from fop_bench.registry import by_name
 
 __all__ = ["WORKLOADS", "Batches", "DataStatus", "Splits", "Workload", "data_status"]
 
@@ -120,15 +121,47 @@ def _count(
     return sum(losses) / float(seen.sum()), torch.stack(hits).sum(0).double(), seen
 
 
+def _fashion(**own: Any) -> Workload:
+    return Workload(
+        data="fashion-mnist",
+        load=partial(load_fashion, held_out=0.1),
+        train_images=20_000,
+        input_shape=(1, 28, 28),
+        **own,
+    )
+
+
+def _cifar(
+    name: str,
+    data: Literal["cifar10", "cifar100"] = "cifar10",
+    imbalance: int | None = None,
+    **own: Any,
+) -> Workload:
+    load = partial(load_cifar, held_out=0.1, name=data, imbalance=imbalance)
+    return Workload(name=name, data=data, load=load, **own)
+
+
+def _small_resnet(depth: int, target: float) -> Workload:
+    return _cifar(
+        f"cifar10-resnet{depth}",
+        summary=f"CIFAR-10, 10,000 images, ResNet-{depth}",
+        build=partial(cifar_resnet, depth),
+        epochs=15,
+        base_batch=256,
+        batch_sizes=(256, 2048),
+        target=target,
+        train_images=10_000,
+    )
+
+
 def _long_tail(data: Literal["cifar10", "cifar100"], imbalance: int, target: float) -> Workload:
     """The target is the SGD baseline of Zhang et al. 2021 that the paper compares with."""
     classes = {"cifar10": 10, "cifar100": 100}[data]
-    title = {"cifar10": "CIFAR-10-LT", "cifar100": "CIFAR-100-LT"}[data]
-    return Workload(
-        name=f"{data}-lt-{imbalance}",
-        summary=f"{title} at imbalance {imbalance}, ResNet-32",
-        data=data,
-        load=partial(load_cifar, held_out=0.1, name=data, imbalance=imbalance),
+    return _cifar(
+        f"{data}-lt-{imbalance}",
+        data,
+        imbalance,
+        summary=f"CIFAR-{classes}-LT at imbalance {imbalance}, ResNet-32",
         build=partial(cifar_resnet, 32, classes),
         epochs=200,
         base_batch=128,
@@ -142,7 +175,7 @@ def _long_tail(data: Literal["cifar10", "cifar100"], imbalance: int, target: flo
 
 _TEXT_LENGTH = 64
 
-_WORKLOADS = (
+WORKLOADS: dict[str, Workload] = by_name(
     Workload(
         name="digits-mlp",
         summary="handwritten digits (in the package), MLP 64-64-32-10",
@@ -155,61 +188,30 @@ _WORKLOADS = (
         input_shape=(1, 8, 8),
         target=0.95,
     ),
-    Workload(
+    _fashion(
         name="fashion-mlp",
         summary="Fashion-MNIST, 20,000 images, MLP 784-128-64-10",
-        data="fashion-mnist",
-        load=partial(load_fashion, held_out=0.1),
         build=partial(mlp, 784, 128, 64, 10),
         epochs=40,
         base_batch=512,
         batch_sizes=(512, 20_000),
         target=0.84,
-        train_images=20_000,
-        input_shape=(1, 28, 28),
     ),
-    Workload(
+    _fashion(
         name="fashion-cnn",
         summary="Fashion-MNIST, 20,000 images, two convolutions and two linear layers",
-        data="fashion-mnist",
-        load=partial(load_fashion, held_out=0.1),
         build=cnn,
         epochs=10,
         base_batch=256,
         batch_sizes=(256, 4096),
         target=0.88,
-        train_images=20_000,
-        input_shape=(1, 28, 28),
     ),
-    Workload(
-        name="cifar10-resnet8",
-        summary="CIFAR-10, 10,000 images, ResNet-8",
-        data="cifar10",
-        load=partial(load_cifar, held_out=0.1, name="cifar10"),
-        build=partial(cifar_resnet, 8),
-        epochs=15,
-        base_batch=256,
-        batch_sizes=(256, 2048),
-        target=0.58,
-        train_images=10_000,
-    ),
-    Workload(
-        name="cifar10-resnet20",
-        summary="CIFAR-10, 10,000 images, ResNet-20",
-        data="cifar10",
-        load=partial(load_cifar, held_out=0.1, name="cifar10"),
-        build=partial(cifar_resnet, 20),
-        epochs=15,
-        base_batch=256,
-        batch_sizes=(256, 2048),
-        target=0.60,
-        train_images=10_000,
-    ),
-    Workload(
-        name="cifar10-lt-resnet32",
+    _small_resnet(8, target=0.58),
+    _small_resnet(20, target=0.60),
+    _cifar(
+        "cifar10-lt-resnet32",
+        imbalance=100,
         summary="CIFAR-10-LT at imbalance 100, ResNet-32, reduced length",
-        data="cifar10",
-        load=partial(load_cifar, held_out=0.1, name="cifar10", imbalance=100),
         build=partial(cifar_resnet, 32),
         epochs=10,
         base_batch=128,
@@ -232,11 +234,9 @@ _WORKLOADS = (
         input_shape=(_TEXT_LENGTH,),
         tokens=len(ALPHABET),
     ),
-    Workload(
-        name="cifar10-resnet18",
+    _cifar(
+        "cifar10-resnet18",
         summary="CIFAR-10, ResNet-18 (table 1)",
-        data="cifar10",
-        load=partial(load_cifar, held_out=0.1, name="cifar10"),
         build=resnet18_for_cifar,
         epochs=100,
         base_batch=1024,
@@ -277,4 +277,3 @@ _WORKLOADS = (
     _long_tail("cifar100", 100, target=0.3773),
     _long_tail("cifar100", 50, target=0.4378),
 )
-WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in _WORKLOADS}

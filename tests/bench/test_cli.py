@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from fop_bench.cli import app
 from fop_bench.config import ConfigError, merged, parse_overrides, read_file
 from fop_bench.demo import new_directory
 from fop_bench.memory import Measurement
@@ -18,12 +16,9 @@ from fop_bench.methods import METHODS, get_method
 from fop_bench.recipes import RECIPES, available, load_recipe
 from fop_bench.records import load_runs, read_run
 from fop_bench.workloads import WORKLOADS
+from tests.bench.commands import run
 
 QUICK = ["--epochs", "1", "--threads", "1", "--device", "cpu"]
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def succeed(*arguments: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict
@@ -11,22 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from fop_bench.cli import app
 from fop_bench.config import ConfigError
 from fop_bench.costs import accelerator
 from fop_bench.errors import BenchError, RecordError
 from fop_bench.landscape import Landscape, Step, read_landscape, write_landscape
 from fop_bench.loop import Runtime, train
 from fop_bench.memory import Measurement, read_measurements, write_measurements
-from fop_bench.progress import Reporter
 from fop_bench.recipes import load_recipe
 from fop_bench.records import read_run
 from fop_bench.scaling import Scaling, Timing, predict_all, read_scaling, write_scaling
 from fop_bench.tuned import Setting, read_tuned, write_tuned
 from fop_bench.workloads import WORKLOADS
+from tests.bench.commands import refused
 from tests.bench.recorded import write_run
+from tests.bench.test_loop import Interrupting
 from tests.bench.tiny import TinyWorkload, tiny_config
 
 QUIET = Runtime(checkpoint_seconds=0.0, tensorboard=False)
@@ -52,19 +52,6 @@ BYTES = {
     "deep": b"[" * 100_000,
     "half a character": b'{"schema": "\\ud800"}',
 }
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(*arguments: Any) -> str:
-    """The one message of a command that could not do what was asked; not a traceback."""
-    result = run(*arguments)
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code == 1, result.output
-    assert result.output.count("Error:") == 1
-    return " ".join(result.output.split())
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -322,16 +309,16 @@ def test_a_recipe_is_refused_or_planned_whatever_it_holds(tmp_path: Path, kind: 
     yaml = pytest.importorskip("yaml")
     whole = load_recipe(str(write_recipe(tmp_path)))
     table = {**deepcopy(dict(whole.table)), "tuned": "tuned.toml"}
-    path, refusals, planned = tmp_path / "mine.yaml", [], []
+    path, refused, planned = tmp_path / "mine.yaml", [], []
     for place in places(table):
         path.write_text(yaml.safe_dump(with_entry(table, place, WRONG[kind])))
         try:
             load_recipe(str(path)).plan()
             planned.append(".".join(map(str, place)))
         except BenchError as error:
-            refusals.append((place, str(error)))
+            refused.append((place, str(error)))
     assert set(planned) == FINE.get(kind, set())
-    for place, message in refusals:
+    for place, message in refused:
         assert any(word in message for word in ("mine", str(place[-1]), "/x")), message
 
 
@@ -364,22 +351,19 @@ def test_a_tuned_setting_of_the_wrong_kind_is_refused(
         load_recipe("digits-mlp", tuned=path).run(WORKLOADS["digits-mlp"], "sgd", 64, 0)
 
 
-class Interrupting(Reporter):
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def stepped(self, steps: int, images: int, loss: float | None) -> None:
-        self.left -= steps
-        if self.left == 0:
-            raise KeyboardInterrupt
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint after two of its three epochs of seven steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config(epochs=3), WORKLOAD, folder, QUIET, reporter=Interrupting(after=17))
+    return folder
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Path:
-    """A run with a checkpoint after two of its three epochs of seven steps."""
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_config(epochs=3), WORKLOAD, tmp_path, QUIET, reporter=Interrupting(after=17))
-    return tmp_path
+def stopped(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(stopped_run, tmp_path / "run")
 
 
 def resume(run_dir: Path) -> Any:

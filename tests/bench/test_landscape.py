@@ -137,5 +137,5 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         digits(methods=())
     broken = tmp_path / "landscape.json"
     broken.write_text('{"xs": [1]}', encoding="utf-8")
-    with pytest.raises(RecordError, match=r"landscape\.json is no recorded landscape"):
+    with pytest.raises(RecordError, match=r"landscape\.json holds no landscape"):
         read_landscape(broken)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from fop_bench.files import atomic_open, remove_leftovers
 from fop_bench.records import (
     RecordError,
     Run,
-    atomic_open,
     load_runs,
     read_run,
-    remove_leftovers,
     run_path,
     write_meta,
     write_metrics,

@@ -10,32 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from fop_bench.cli import app
 from fop_bench.config import ConfigError
 from fop_bench.loop import Runtime, train
 from fop_bench.methods import METHODS
 from fop_bench.progress import Reporter
 from fop_bench.records import load_runs, read_run
 from fop_bench.tune import Budget
+from tests.bench.commands import refused, run
 from tests.bench.recorded import write_run
 from tests.bench.tiny import TinyWorkload, tiny_config
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--epochs", 1, "--threads", 1, "--device", "cpu"]
 WORKLOAD: Any = TinyWorkload()
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refused(*arguments: Any) -> str:
-    result = run(*arguments)
-    assert isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code in (1, 2), result.output
-    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture(autouse=True)
@@ -235,10 +223,7 @@ EXTRA = ["typer", "click", "rich", "jinja2", "markupsafe", "matplotlib", "numpy"
     ("blocked", "arguments"),
     [
         (EXTRA, ["--help"]),
-        (EXTRA, ["train", "digits-mlp"]),
-        (["rich"], ["list"]),
         (["matplotlib"], ["report", "runs"]),
-        (["jinja2"], ["report", "runs"]),
         (["pytorch_optimizer"], ["train", "digits-mlp", "--method", "lamb"]),
         (["tensorboard"], ["train", "digits-mlp", "--method", "sgd", "--epochs", "1"]),
     ],

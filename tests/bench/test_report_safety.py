@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from fop_bench.cli import app
 from fop_bench.records import load_runs
 from fop_bench.render import markdown_text
 from fop_bench.report import write_report
 from fop_bench.sections import file_name
+from tests.bench.commands import run
 from tests.bench.recorded import write_run
 
 NASTY = (
@@ -27,10 +25,6 @@ NASTY = (
 )
 # What Markdown would make something of, if no backslash stands before it.
 BARE = re.compile(r"(?<!\\)(?:\\\\)*[`\[\]~$|]")
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("key", NASTY)

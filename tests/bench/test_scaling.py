@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fop_bench import plots, published, scaling
+from fop_bench import plots, published, scaling, scaling_worker
 from fop_bench.cli import app
 from fop_bench.costs import Hardware, accelerator
 from fop_bench.methods import get_method
+from fop_bench.processes import MARKER
 from fop_bench.records import RecordError
 from fop_bench.render import to_markdown
 from fop_bench.report import write_report
@@ -63,26 +65,34 @@ def record(workload: str = "digits-mlp") -> Scaling:
     return Scaling(workload, 10, timings, predictions, (HERE, h100))
 
 
+# Factors and inverses of [65, 64], [65, 32] and [33, 10], in float32.
+CURVATURE_BYTES = 2 * 4 * sum(n * n for n in (65, 64, 65, 32, 33, 10))
+
+
 @pytest.mark.slow
 def test_ranks_of_their_own_time_what_a_step_takes() -> None:
-    found = measure("digits-mlp", "sgd", 96, 2, interval=2, blocks=3)
-    assert (found.method, found.batch_size, found.ranks) == ("sgd", 96, 2)
+    found = measure("digits-mlp", "fop", 96, 2, interval=2, blocks=3)
+    assert (found.method, found.batch_size, found.ranks) == ("fop", 96, 2)
     assert len(found.seconds) == len(found.cpu_seconds) == len(found.reference_seconds) == 3
     assert all(0 < seconds < 10 for seconds in found.seconds)
-    assert found.state_bytes == (0, 0)  # SGD keeps momentum alone
+    assert sum(found.state_bytes) == pytest.approx(CURVATURE_BYTES, rel=0.02)
 
 
 @pytest.mark.slow
-def test_one_process_needs_no_group_and_constants_are_probed() -> None:
-    alone = measure("digits-mlp", "fop", 64, 1, interval=2, blocks=1)
-    # Factors and inverses of [65, 64], [65, 32] and [33, 10], in float32.
-    factors = sum(n * n for n in (65, 64, 65, 32, 33, 10))
-    assert alone.state_bytes[0] == pytest.approx(2 * 4 * factors, rel=0.02)
+def test_constants_are_probed() -> None:
     here = probe("digits-mlp", 64, 2)
     assert here.name == "this machine"
     assert 1e7 < here.product_rate < 1e13
     assert 1e4 < here.bandwidth < 1e13
     assert not here.overlaps
+
+
+def test_one_process_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
+    request = {"kind": "steps", "workload": "digits-mlp", "method": "fop", "batch_size": 64,
+               "interval": 2, "blocks": 1, "device": "cpu"}  # fmt: skip
+    scaling_worker.main(request)
+    found = json.loads(capsys.readouterr().out.removeprefix(MARKER))
+    assert found["state_bytes"] == [pytest.approx(CURVATURE_BYTES, rel=0.02)]
 
 
 def test_curvature_is_what_is_kept_beside_momentum() -> None:

@@ -15,6 +15,7 @@ from fop.settings import Settings
 from fop_bench.errors import RecordError
 from fop_bench.models import mlp
 from fop_bench.plots import steps as plot
+from fop_bench.render import to_markdown
 from fop_bench.steps import guard, profile, report, run, store, tables
 from fop_bench.steps.measure import Cell
 from fop_bench.steps.methods import METHODS, OURS, tensor_bytes
@@ -23,7 +24,7 @@ from fop_bench.steps.stats import counted, figures, whole_interval
 from fop_bench.steps.workloads import LARGE_BATCH, TABLE, WORKLOADS, TimedWorkload
 
 TINY = TimedWorkload(
-    name="tiny", label="tiny", build=lambda: mlp(6, 4, 10), input_shape=(6,), batch=8
+    name="tiny", title="tiny", build=lambda: mlp(6, 4, 10), input_shape=(6,), batch=8
 )
 ROOT = Path(__file__).parents[2]
 MLP = "mlp-w1024-b512"
@@ -42,9 +43,9 @@ def cell(
     }
 
 
-def interval_of(renewal: float, plain: float) -> list[tuple[int, bool, float]]:
-    """Steps 5 to 14, of which the eleventh renews."""
-    return [(n, n == 11, renewal if n == 11 else plain) for n in range(5, 15)]
+def interval_of(refresh: float, plain: float) -> list[tuple[int, bool, float]]:
+    """Steps 5 to 14, of which the eleventh refreshes."""
+    return [(n, n == 11, refresh if n == 11 else plain) for n in range(5, 15)]
 
 
 def made_up(**cells: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -69,11 +70,11 @@ def made_up(**cells: dict[int, dict[str, Any]]) -> dict[str, Any]:
 SGD = {1: cell([(4, False, 2.0), (5, False, 2.0)], peak=50, multiply_adds={"plain": 50})}
 KFAC = {
     1: cell([(4, True, 8.0), (5, True, 10.0), (6, True, 99.0)], peak=150),
-    10: cell(interval_of(10.0, 4.0), multiply_adds={"renewal": 200, "plain": 100}),
+    10: cell(interval_of(10.0, 4.0), multiply_adds={"refresh": 200, "plain": 100}),
 }
 FOP = {
     1: cell([(4, True, 12.0)], peak=160),
-    10: cell(interval_of(12.0, 6.0), multiply_adds={"renewal": 260, "plain": 150}),
+    10: cell(interval_of(12.0, 6.0), multiply_adds={"refresh": 260, "plain": 150}),
 }
 
 
@@ -132,50 +133,49 @@ def test_counted_operations_are_weighted_over_the_interval() -> None:
 class TestTables:
     def test_show_three_ratios_and_what_could_not_run(self) -> None:
         record = made_up(sgd=SGD, kfac=KFAC, singd={1: {"error": "TypeError: no such layer"}})
-        assert tables.times(record).splitlines() == [
+        assert to_markdown(tables.times(record)).splitlines()[2:] == [
             "|  | MLP 784-1024-1024-10, batch 512 |",
-            "| --- | --- |",
-            "| SGD, momentum | 1.00 |",
-            "| singd, dense | – [1] |",
-            "| **fop.KFAC** | 5.00 / 2.30 / 2.00 |",
+            "| --- | ---: |",
+            "| SGD | 1.00 |",
+            r"| singd | – \[1\] |",
+            "| KFAC | 5.00 / 2.30 / 2.00 |",
             "| SGD, CPU seconds | 2.000 |",
             "",
-            "Could not run:",
-            "",
-            "1. singd, dense on MLP 784-1024-1024-10, batch 512: `TypeError: no such layer`",
+            r"\[1\] could not run: singd on MLP 784-1024-1024-10, batch 512: "
+            "TypeError: no such layer",
         ]
 
     def test_show_memory_against_sgd(self) -> None:
-        text = tables.memory(made_up(sgd=SGD, kfac=KFAC))
-        assert "| **fop.KFAC** | 3.00 / 0 MB |" in text
+        text = to_markdown(tables.memory(made_up(sgd=SGD, kfac=KFAC)))
+        assert "| KFAC | 3.00 / 0 MB |" in text
 
     def test_show_fop_against_kfac_as_measured_and_by_count(self) -> None:
         record = made_up(sgd=SGD, kfac=KFAC, fop=FOP)
         measured, by_count = tables.fop_against_kfac(record, MLP, "interval")
         assert measured == pytest.approx((12 + 54) / (10 + 36))
         assert by_count == pytest.approx((26 + 9 * 15) / (20 + 9 * 10))
-        assert "1.20, 1.30" in tables.fop_ratios(record)
+        assert "1.20, 1.30" in to_markdown(tables.fop_ratios(record))
         assert tables.fop_against_kfac(made_up(kfac=KFAC), MLP, "plain") == (None, None)
 
     def test_show_what_counts_say_against_sgd(self) -> None:
-        text = tables.kfac_ratios(made_up(sgd=SGD, kfac=KFAC, fop={}))
-        label = TABLE[MLP].label
-        assert text.splitlines()[2:] == [
-            f"| fop.KFAC, {label} | 5.00, 4.00 | 2.30, 2.20 | 2.00, 2.00 |"
-        ]
-        assert tables.kfac_ratios(made_up(kfac=KFAC)) == ""
+        table = tables.ratios_to_sgd(made_up(sgd=SGD, kfac=KFAC, fop={}))
+        [line] = table.lines
+        assert [cell.text for cell in line] == [
+            f"KFAC, {TABLE[MLP].label}", "5.00, 4.00", "2.30, 2.20", "2.00, 2.00"
+        ]  # fmt: skip
+        assert "Against operation counts" not in tables.sections(made_up(kfac=KFAC))
 
     @pytest.mark.parametrize(
         ("value", "expected"),
         [(1.604, "1.60 (reached 1.60)"), (1.606, "1.61 (target 1.60)"), (None, "–")],
     )
     def test_say_whether_a_target_is_reached(self, value: float | None, expected: str) -> None:
-        assert tables.verdict(value, 1.6) == expected
+        assert tables.against_target(value, 1.6) == expected
 
     def test_of_a_whole_report_need_no_peer(self) -> None:
         record = made_up(sgd=SGD, kfac=KFAC, fop=FOP)
         seconds = dict.fromkeys(profile.ORDER, 1.0)
-        record["profiles"] = {f"{MLP}/kfac": {"renewal": seconds, "plain": seconds}}
+        record["profiles"] = {f"{MLP}/kfac": {"refresh": seconds, "plain": seconds}}
         text = report.markdown(record)
         assert text.startswith("2026-01-31; a processor, Linux x86_64, 1 of 2 cores")
         assert "`full` run, 6 of 7 measurements." in text
@@ -239,7 +239,7 @@ class TestStore:
     @pytest.mark.parametrize("name", ["2026-11-18-full.json", "guard.json"])
     def test_reads_what_was_recorded(self, name: str) -> None:
         record = store.read(ROOT / "benchmarks" / "results" / name)
-        assert "**fop.FOP**" in report.markdown(record)
+        assert "| FOP |" in report.markdown(record)
 
 
 class TestGuard:
@@ -267,14 +267,14 @@ class TestGuard:
         slower = json.loads(json.dumps(recorded))
         for found in slower["cells"].values():
             found["reference"] = [seconds / 2 for seconds in found["reference"]]
-        with pytest.raises(guard.RegressionError, match=r"fop\.FOP, no curvature work"):
+        with pytest.raises(guard.RegressionError, match=r"FOP, no curvature work"):
             guard.check(slower, recorded, console)
 
     def test_compares_times_and_memory_of_both_optimizers(self) -> None:
         found = guard.guarded(made_up(sgd=SGD, kfac=KFAC, fop=FOP))
         assert len(found) == 8
-        assert found[f"{MLP}, fop.KFAC, curvature every step"] == 5.0
-        assert found[f"{MLP}, fop.KFAC, peak memory"] == 3.0
+        assert found[f"{MLP}, KFAC, curvature every step"] == 5.0
+        assert found[f"{MLP}, KFAC, peak memory"] == 3.0
 
 
 class TestPlan:
@@ -359,20 +359,20 @@ class TestCell:
         found = Cell(TINY, METHODS[name], 10, budget=math.inf).run()
         numbers = [number for number, _, _ in found["steps"]]
         assert numbers == list(range(4, 4 + len(numbers)))  # the first three warm up
-        assert [number for number, renews, _ in found["steps"] if renews] == [4, 11, 21]
+        assert [number for number, refreshes, _ in found["steps"] if refreshes] == [4, 11, 21]
         assert len(found["reference"]) >= len(numbers) // 3
-        assert found["multiply_adds"].keys() == {"renewal", "plain"}
+        assert found["multiply_adds"].keys() == {"refresh", "plain"}
         # Momentum, and the factors with their inverses and the size of the latest batch's.
         factors = sum(o * o + i * i for o, i in ((4, 7), (10, 5)))
         assert found["state_bytes"] == 4 * (4 * 7 + 10 * 5 + 2 * factors + 4)
 
     def test_of_an_interval_knows_when_fop_renews(self) -> None:
-        renews = METHODS["kfac"].renews
-        assert renews is not None
+        refreshes = METHODS["kfac"].refreshes
+        assert refreshes is not None
         for interval in (1, 10):
             settings = Settings(update_every=interval)
             for step in range(1, 40):
-                assert renews(step, interval) == settings.refresh_due(step)
+                assert refreshes(step, interval) == settings.refresh_due(step)
 
 
 def test_bytes_of_state_count_each_storage_once() -> None:

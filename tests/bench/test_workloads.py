@@ -100,8 +100,7 @@ def test_data_model_loss_and_metric_fit_together(name: str, data_dir: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["imagenet100-t2tvit", pytest.param("imagenet1k-resnet50", marks=pytest.mark.slow)],
+    "name", ["imagenet100-t2tvit", pytest.param("imagenet1k-resnet50", marks=pytest.mark.slow)]
 )
 def test_imagenet_workloads_run_on_image_files(
     name: str, write_image_folder: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -119,9 +118,7 @@ def test_imagenet_workloads_run_on_image_files(
     assert set(workload.evaluate(model, splits.evaluation("test"))) == {"loss", "accuracy"}
 
 
-def test_long_tail_trains_on_an_unbalanced_and_validates_on_a_balanced_set(
-    data_dir: Path,
-) -> None:
+def test_long_tail_trains_on_an_unbalanced_and_validates_on_a_balanced_set(data_dir: Path) -> None:
     splits = WORKLOADS["cifar10-lt-100"].splits(data_dir, validation=True)
     trained = torch.cat([y for _, y in splits.train(1000, 0, 0)]).bincount(minlength=10).tolist()
     assert trained == sorted(trained, reverse=True)

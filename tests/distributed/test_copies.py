@@ -89,7 +89,7 @@ def gradients_that_are_views_of_buckets_count_as_any_other(rank: Rank) -> None:
             model = net()
             module = DistributedDataParallel(model, gradient_as_bucket_view=True)
             optimizer = fop.FOP(module)
-            for step in range(5):
+            for step in range(4):
                 (module if by_model else optimizer).zero_grad(set_to_none=to_none)
                 x, y = batches(sizes, seed=step)[rank.index]
                 for part in (slice(0, 2), slice(2, 4)):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import fop
 from tests.distributed.elastic_worker import STEPS
+from tests.distributed.launch import start_context
 from tests.distributed.models import assert_same, batches, net
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ def stop_or_wait(index: int, port: int, directory: Path) -> None:
 
 def test_a_rank_that_hangs_makes_the_others_name_rank_message_and_layers(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
+    context = start_context()
     ranks = [
         context.Process(target=stop_or_wait, args=(index, store.port, tmp_path))
         for index in range(2)

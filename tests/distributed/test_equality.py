@@ -193,7 +193,7 @@ def a_layer_that_is_given_up(rank: Rank) -> None:
     expected, _ = alone(rank, fop.FOP, sizes(rank), make=make)
     for wrapped in DDP:
         found, optimizer = together(rank, fop.FOP, sizes(rank), make=make, wrapped=wrapped)
-        assert optimizer._engine.layers[0].recorder.given_up
+        assert "positions" not in fop.diagnostics(optimizer)
         assert_same(found, expected)
 
 
@@ -231,7 +231,7 @@ def a_layer_that_one_rank_disables(rank: Rank) -> None:
             x, y = batches(sizes(rank), seed=step)[rank.index]
             cross_entropy(module(x), y).backward()
             optimizer.step()
-        assert [b.name for b in optimizer._engine.layers if b.recorder.given_up] == ["last"]
+        assert "last" not in fop.diagnostics(optimizer)
         mine = torch.cat([p.detach().flatten() for p in model.parameters()])
         largest = mine.clone()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
@@ -310,7 +310,7 @@ def an_optimizer_built_before_the_wrapper(rank: Rank) -> None:
         model = net()
         optimizer = kind(model, **options)
         module = DistributedDataParallel(model)
-        for step in range(5):
+        for step in range(4):
             optimizer.zero_grad()
             parts = in_parts(batches(sizes, seed=step)[rank.index], 2)
             for number, (x, y) in enumerate(parts):
@@ -390,8 +390,20 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+# What depends on how many ranks there are: an odd number has unequal halves, and four can share
+# curvature out by twos.
+ODD: tuple[Check, ...] = (
+    every_rank_has_the_same_parameters,
+    uneven_batches,
+    accumulation,
+    the_dense_reference,
+    a_layer_that_some_ranks_do_not_use,
+)
+BY_TWOS: tuple[Check, ...] = (packed_factors, every_strategy, uneven_batches)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ranks_equal_one_process(ranks: int) -> None:
-    failures = run(ranks, CHECKS)
+@pytest.mark.parametrize(("ranks", "checks"), [(1, CHECKS), (2, CHECKS), (3, ODD), (4, BY_TWOS)])
+def test_ranks_equal_one_process(ranks: int, checks: tuple[Check, ...]) -> None:
+    failures = run(ranks, checks)
     assert not failures, "\n".join(f"{check}: {text}" for check, text in failures.items())

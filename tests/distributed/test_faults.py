@@ -29,6 +29,13 @@ def one_step(module: nn.Module, optimizer: Any, rank: Rank, step: int) -> None:
     optimizer.step()
 
 
+LAYERS = ("first", "grouped", "last")  # of the model; its norm uses the fallback
+
+
+def weight_of(model: nn.Module, layer: str) -> nn.Parameter:
+    return model.get_parameter(f"{layer}.weight")
+
+
 def raises(kind: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(kind, match=re.escape(text)):
         call()
@@ -37,17 +44,15 @@ def raises(kind: type[Exception], text: str, call: Any) -> None:
 def factors_fall_with_the_number_of_ranks(rank: Rank) -> None:
     """Each layer's curvature is on one rank, and all of it is somewhere."""
     keys = ("input_factor", "output_factor", "input_inverse", "output_inverse")
-    _, optimizer = together(rank, fop.FOP, [4] * rank.ranks)
-    mine = [
-        block.name for block in optimizer._engine.layers if keys[0] in optimizer.state[block.weight]
-    ]
+    model, optimizer = together(rank, fop.FOP, [4] * rank.ranks)
+    mine = [name for name in LAYERS if keys[0] in optimizer.state[weight_of(model, name)]]
     everyone: list[Any] = [None] * rank.ranks
     dist.all_gather_object(everyone, mine)
     assert sorted(chain(*everyone)) == ["first", "grouped", "last"]
     if rank.ranks > 1:
         assert max(map(len, everyone)) < 3
-    _, optimizer = together(rank, fop.FOP, [4] * rank.ranks, strategy="all")
-    assert all(keys[0] in optimizer.state[block.weight] for block in optimizer._engine.layers)
+    model, optimizer = together(rank, fop.FOP, [4] * rank.ranks, strategy="all")
+    assert all(keys[0] in optimizer.state[weight_of(model, name)] for name in LAYERS)
 
 
 def a_partial_state_is_refused(rank: Rank) -> None:
@@ -66,7 +71,7 @@ def a_partial_state_is_refused(rank: Rank) -> None:
         raises(RuntimeError, "consolidate_state_dict()", optimizer.state_dict)
     optimizer.consolidate_state_dict()
     state = optimizer.state_dict()["state"]
-    weights = [block.weight for block in optimizer._engine.layers]
+    weights = [weight_of(model.module, name) for name in LAYERS]
     order = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(order):
         assert ("input_inverse" in state[number]) == any(parameter is w for w in weights)
@@ -147,8 +152,7 @@ def a_nan_on_one_rank_makes_all_skip(rank: Rank) -> None:
                 optimizer.step()
                 assert same(snapshot(model), before) == (step == bad_step)
                 assert all(bool(p.isfinite().all()) for p in model.parameters())
-            for block in optimizer._engine.layers:
-                own = optimizer.state[block.weight]
+            for own in optimizer.state.values():
                 assert all(
                     bool(v.isfinite().all()) for v in own.values() if isinstance(v, torch.Tensor)
                 )
@@ -165,7 +169,7 @@ def a_nan_only_in_the_curvature_makes_all_skip(rank: Rank) -> None:
         optimizer._engine.layers[0].recorder.sums.inputs.values.fill_(math.nan)
     optimizer.step()
     assert same(snapshot(model), before)
-    assert all("input_factor" not in optimizer.state[b.weight] for b in optimizer._engine.layers)
+    assert not any("input_factor" in own for own in optimizer.state.values())
     assert optimizer.param_groups[0]["refresh_overdue"]
 
 
@@ -206,7 +210,7 @@ def an_error_on_one_rank_reaches_all(rank: Rank) -> None:
         x, y = batches([4] * rank.ranks)[rank.index]
         cross_entropy(model(x), y).backward()
         if rank.index == 1:
-            optimizer._engine.layers[0].weight.grad = None
+            model.first.weight.grad = None
             optimizer._engine.layers[0].recorder.replaced = True
             raises(RuntimeError, "layer 'first' was replaced", optimizer.step)
         else:
@@ -282,7 +286,7 @@ def messages_are_what_was_promised(rank: Rank) -> None:
         optimizer.zero_grad()
         cross_entropy(module(x), y).backward()
         optimizer.step()
-        in_layers = sum(p.numel() for b in optimizer._engine.layers for p in b.parameters)
+        in_layers = sum(p.numel() for n, p in model.named_parameters() if n.startswith(LAYERS))
         whole = 8 * in_layers * (rank.ranks - 1) / rank.ranks
         sent = {k: v - before.get(k, 0) for k, v in comm.sent.items()}
         large = sum(sent.get(k, 0) for k in ("averages", "differences", "updates"))

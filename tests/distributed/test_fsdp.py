@@ -64,7 +64,7 @@ def train(
     optimizer: Any,
     *,
     counts: Sequence[int] | None = None,
-    steps: range = range(5),
+    steps: range = range(4),
     parts: int = 1,
     synchronise: bool = True,
     clip: float | None = None,
@@ -202,7 +202,7 @@ def a_rank_without_rows_takes_part(rank: Rank) -> None:
     model, plain = shard(rank, make()), make()
     optimizer = fop.KFAC(model, update_every=2)
     reference = fop.KFAC(plain, update_every=2, process_group=rank.alone)
-    for step in range(5):
+    for step in range(4):
         data = batches(uneven(rank), seed=step)
         optimizer.zero_grad()
         model(data[rank.index][0]).square().mean().backward()

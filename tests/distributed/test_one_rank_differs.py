@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ import fop
 from fop.distributed import group
 from fop.linalg import device
 from tests.common import same
-from tests.distributed.launch import Check, Rank, run
+from tests.distributed.launch import Check, Rank, run, start_context
 from tests.distributed.models import batches, net
 from tests.distributed.test_fsdp import shard, whole
 
@@ -273,7 +272,7 @@ def test_what_one_rank_does_alone_is_named_long_before_the_time_out(
     tmp_path: Path, how: str, first: str, second: str
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("spawn")
+    context = start_context()
     ranks = [
         context.Process(target=start_alone, args=(index, store.port, tmp_path, how))
         for index in range(2)

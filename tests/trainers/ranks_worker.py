@@ -1,9 +1,10 @@
-"""Training under torchrun by a trainer that saves; the last rank kills itself, once.
+"""Training under torchrun by trainers that save, one after the other, each of them interrupted.
 
-usage: ranks_worker.py DIRECTORY TRAINER
+usage: ranks_worker.py DIRECTORY TRAINER...
 
-The workers that torchrun then starts resume, and afterwards train without interruption for
-comparison. Each writes what it found to DIRECTORY/RANK.
+The last interruption is a rank that kills itself. The workers that torchrun then starts resume, and
+afterwards train without interruption for comparison. Each writes what it found to
+DIRECTORY/TRAINER/RANK.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ OPTIONS: dict[str, Any] = {
 }
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 resumed_at: list[int] = []  # by the optimizer's count of steps
+
+
+class StoppedError(Exception):
+    """Ends a training that is not the last."""
+
+
+def stop_after(step: int) -> None:
+    if step == KILLED_AFTER:
+        raise StoppedError
 
 
 def die_after(step: int) -> None:
@@ -149,21 +160,36 @@ TRAINERS: dict[str, Callable[[Path, Callable[[int], None]], nn.Module]] = {
 }
 
 
-def main() -> None:
-    directory, train = Path(sys.argv[1]), TRAINERS[sys.argv[2]]
-    torch.set_num_threads(1)
-    first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    after_step = die_after if first_attempt else lambda _: None
-    torch.manual_seed(0)
-    interrupted: list[Tensor] = snapshot(train(directory / "interrupted", after_step))
-    torch.manual_seed(0)
-    undisturbed = snapshot(train(directory / "undisturbed", lambda _: None))
-    found = {
+def interrupt(directory: Path, names: Sequence[str]) -> None:
+    """Never returns."""
+    for name in names:
+        torch.manual_seed(0)
+        with suppress(StoppedError):
+            last = name == names[-1]
+            TRAINERS[name](directory / name / "interrupted", die_after if last else stop_after)
+
+
+def resume(directory: Path, name: str) -> None:
+    resumed_at.clear()
+    found: list[list[Tensor]] = []
+    for folder in ("interrupted", "undisturbed"):
+        torch.manual_seed(0)
+        found.append(snapshot(TRAINERS[name](directory / name / folder, lambda _: None)))
+    result = {
         "resumed at": resumed_at,
-        "same": same(interrupted, undisturbed),
-        "sums": [float(parameter.double().sum()) for parameter in interrupted],
+        "same": same(*found),
+        "sums": [float(parameter.double().sum()) for parameter in found[0]],
     }
-    (directory / str(RANK)).write_text(json.dumps(found))
+    (directory / name / str(RANK)).write_text(json.dumps(result))
+
+
+def main() -> None:
+    directory, names = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        interrupt(directory, names)
+    for name in names:
+        resume(directory, name)
 
 
 if __name__ == "__main__":

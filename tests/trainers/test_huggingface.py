@@ -249,7 +249,7 @@ def test_activation_checkpointing_changes_nothing(
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_training_is_the_uninterrupted(tmp_path: Path, bf16: bool) -> None:
-    """Stopped within an epoch, between two renewals of curvature; Trainer restores the dropout."""
+    """Stopped within an epoch, between two refreshes of curvature; Trainer restores the dropout."""
     options = {
         "bf16": bf16,
         "gradient_accumulation_steps": 2,

@@ -14,23 +14,26 @@ import fop
 from fop.trainers import gather_where_trainers_save
 from tests.common import mlp
 from tests.distributed.test_elastic import torchrun
-from tests.trainers.ranks_worker import SAVE_EVERY, TRAINERS
+from tests.trainers.ranks_worker import SAVE_EVERY
 
 WORKER = Path(__file__).parent / "ranks_worker.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_killed_and_resumed_training_is_the_uninterrupted(tmp_path: Path, trainer: str) -> None:
+@pytest.mark.parametrize("trainers", [["accelerate", "trainer", "mixin", "lightning"]])
+def test_killed_and_resumed_training_is_the_uninterrupted(
+    tmp_path: Path, trainers: list[str]
+) -> None:
     """Bit for bit, on both ranks; the last checkpoint before the kill is that of step 6."""
-    done = torchrun(WORKER, tmp_path, trainer)
+    done = torchrun(WORKER, tmp_path, *trainers)
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr, "nobody was killed"
-    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
-    for found in (first, second):
-        assert found["resumed at"] == [2 * SAVE_EVERY, 0]
-        assert found["same"]
-    assert first["sums"] == second["sums"]
+    for trainer in trainers:
+        results = [json.loads((tmp_path / trainer / rank).read_text()) for rank in "01"]
+        for found in results:
+            assert found["resumed at"] == [2 * SAVE_EVERY, 0], trainer
+            assert found["same"], trainer
+        assert results[0]["sums"] == results[1]["sums"]
 
 
 class Sharded:

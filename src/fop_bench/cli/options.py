@@ -15,11 +15,11 @@ import typer
 from fop_bench.cli.app import console
 from fop_bench.config import ConfigError, parse_overrides
 from fop_bench.errors import unknown
+from fop_bench.files import atomic_open
 from fop_bench.loop import Runtime
 from fop_bench.methods import Method, get_method
 from fop_bench.parallel import process_group
 from fop_bench.recipes import Recipe, load_recipe
-from fop_bench.records import atomic_open
 
 Name = Annotated[
     str,

@@ -191,16 +191,9 @@ def compare(
 
     names = opt.method_names(methods)
     recipe = opt.recipe_from(
-        name,
-        assignments,
-        names,
-        tuned,
-        epochs=epochs,
-        subset=subset,
-        amp=amp,
-        compile=compile_model,
-        accumulate=accumulate,
-    )
+        name, assignments, names, tuned, epochs=epochs, subset=subset, amp=amp,
+        compile=compile_model, accumulate=accumulate,
+    )  # fmt: skip
     _say_where_settings_come_from(recipe)
     configs = recipe.plan(
         names, opt.numbers(batch_sizes, "--batch-sizes"), opt.numbers(seeds, "--seeds", least=0)
@@ -247,15 +240,9 @@ def sweep(
     chosen = get_sweep(parameter)
     names = opt.method_names(methods)
     recipe = opt.recipe_from(
-        name,
-        assignments,
-        names or chosen.methods,
-        tuned,
-        epochs=epochs,
-        subset=subset,
-        amp=amp,
+        name, assignments, names or chosen.methods, tuned, epochs=epochs, subset=subset, amp=amp,
         accumulate=accumulate,
-    )
+    )  # fmt: skip
     _say_where_settings_come_from(recipe)
     points = tuple(parse_value(word) for word in opt.words(values, "--values"))
     if not all(type(point) in (int, float) and math.isfinite(point) for point in points):

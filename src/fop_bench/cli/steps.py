@@ -38,15 +38,19 @@ def run(
 ) -> None:
     """Time every method on every network; writes the record and, where complete, the docs."""
     from fop_bench.records import now
+    from fop_bench.render import to_rich
     from fop_bench.steps import report
     from fop_bench.steps.run import measure
+    from fop_bench.steps.tables import sections
 
     if quick and everything:
         raise ConfigError("--quick --everything: drop one of them")
     mode = "quick" if quick else "everything" if everything else "full"
     path = output or RESULTS / f"{now()[:10]}-{mode}.json"
     record = measure(mode, path, console, budget=budget, only=tuple(only or ()), resume=resume)
-    console.print(report.markdown(record), highlight=False, soft_wrap=True)
+    for tables in sections(record).values():
+        for table in tables:
+            console.print(to_rich(table))
     console.print(f"recorded in {path}", highlight=False)
     if not quick and not only:
         report.write_docs(record, DOCS)
@@ -60,13 +64,14 @@ def guard(
     ),
 ) -> None:
     """Fail if a step costs much more, against SGD's, than recorded: two networks, 2 minutes."""
-    from fop_bench.records import write_text
+    from fop_bench.files import write_text
     from fop_bench.steps import guard, store
+    from fop_bench.steps.run import measure
 
     before = None if record else store.read(reference)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "guard.json"
-        now = guard.measure(path, console)
+        now = measure("quick", path, console, profiles=False)
         if before is not None:
             guard.check(now, before, console)
             return

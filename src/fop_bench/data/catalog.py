@@ -69,10 +69,7 @@ _SOURCES = (
     ),
     Source(
         "tinyshakespeare",
-        layouts=(
-            Layout("tinyshakespeare", ("input.txt",)),
-            Layout(".", ("tinyshakespeare.txt",)),
-        ),
+        layouts=(Layout("tinyshakespeare", ("input.txt",)), Layout(".", ("tinyshakespeare.txt",))),
         manual=_BY_HAND.format(f"{_KARPATHY}/input.txt as tinyshakespeare/input.txt"),
         downloads=(
             Download(

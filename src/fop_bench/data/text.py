@@ -82,7 +82,7 @@ class TextSplits:
         return next(iter(TextBatches(self.training, torch.arange(2), self.length, 2)))
 
     def train(self, batch_size: int, epoch: int, seed: int, share: Share = WHOLE) -> Batches:
-        """Windows are cut anew each epoch, at a random offset, as augmentation."""
+        """Windows are cut again each epoch, at a random offset, as augmentation."""
         offset = int(torch.randint(self.length, (), generator=stream("offset", seed, epoch)))
         starts = offset + self.length * epoch_order(self.train_size, seed, epoch)
         capped = check_batch_size(batch_size, self.train_size)

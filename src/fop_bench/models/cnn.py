@@ -8,7 +8,7 @@ from torch import nn
 
 
 def cnn(classes: int = 10) -> nn.Sequential:
-    """Two 5 x 5 convolutions (32 and 64 channels), each halved by max pooling, then 128 units."""
+    """Two 5 x 5 convolutions (32 and 64 channels), each max-pooled by 2, then 128 units."""
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(1, 32, kernel_size=5, padding=2),

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from fop_bench.records import atomic_open
+from fop_bench.files import atomic_open
 from fop_bench.style import look, order
 from fop_bench.tables import is_fraction
 

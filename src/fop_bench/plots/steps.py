@@ -46,7 +46,7 @@ def _bars(axis: Axes, record: tables.Record, workload: str) -> None:
                 axis.barh(
                     place + 0.27 * (1 - offset), value, 0.27, color=look(method).colour, alpha=alpha
                 )
-    labels = [tables.LABELS[method].strip("*") for method in reversed(rows)]
+    labels = [look(method).label for method in reversed(rows)]
     axis.set_yticks(range(len(rows)), labels)
     axis.axvline(1, color="#333333", linestyle=":")
     axis.set_xscale("log")

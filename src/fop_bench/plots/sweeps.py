@@ -140,10 +140,7 @@ def ablation(runs: Sequence[Run]) -> Figure:
 
 def _bars(spreads: list[Spread]) -> list[list[float]]:
     """Distances from the mean down to the smallest and up to the largest value."""
-    return [
-        [s.mean - min(s.values) for s in spreads],
-        [max(s.values) - s.mean for s in spreads],
-    ]
+    return [[s.mean - min(s.values) for s in spreads], [max(s.values) - s.mean for s in spreads]]
 
 
 def _by_size(value: Any) -> list[tuple[bool, float, str]]:

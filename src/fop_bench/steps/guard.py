@@ -7,13 +7,14 @@ not raise an alarm; an algorithm that was lost does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich.console import Console
 
 from fop_bench.errors import BenchError
-from fop_bench.steps import run, store, tables
+from fop_bench.render import Cell, Table, to_rich
+from fop_bench.steps import tables
 from fop_bench.steps.methods import OURS
+from fop_bench.style import look
 
 TIME_MARGIN = 1.5
 MEMORY_MARGIN = 1.25
@@ -24,18 +25,18 @@ def guarded(record: tables.Record) -> dict[str, float]:
     """The figures that are compared, by name."""
     found = {}
     for workload in tables.workloads(record):
-        base = tables.of(record, workload, "sgd").peak_bytes
+        sgd = tables.of(record, workload, "sgd")
         for method in OURS:
             figures = tables.of(record, workload, method)
             named = {
                 "curvature every step": figures.every_step,
                 "curvature every 10 steps": figures.interval,
                 "no curvature work": figures.plain,
-                MEMORY: figures.peak_bytes / base if figures.peak_bytes and base else None,
+                MEMORY: tables.memory_ratio(figures, sgd),
             }
             for name, value in named.items():
                 if value is not None:
-                    found[f"{workload}, fop.{method.upper()}, {name}"] = value
+                    found[f"{workload}, {look(method).label}, {name}"] = value
     return found
 
 
@@ -54,31 +55,22 @@ def regressions(now: Mapping[str, float], before: Mapping[str, float]) -> list[s
     return found
 
 
-def compared(now: Mapping[str, float], before: Mapping[str, float]) -> str:
+def compared(now: Mapping[str, float], before: Mapping[str, float]) -> Table:
     lines = [
-        [name, tables.number(before.get(name)), tables.number(now.get(name))]
+        (Cell(name), *(Cell(tables.number(found.get(name))) for found in (before, now)))
         for name in dict.fromkeys([*before, *now])
     ]
-    return tables.table(["ratio to SGD", "recorded", "now"], lines)
+    return Table("Ratio to SGD", ("", "recorded", "now"), tuple(lines))
 
 
 class RegressionError(BenchError, RuntimeError):
     """A step has become slower or larger than its margin allows."""
 
 
-def measure(path: Path, console: Console) -> tables.Record:
-    """The cells of a quick run."""
-    record = store.Store.open(path, store.header("quick"), resume=False)
-    tasks = [t for t in run.plan("quick", run.BUDGETS["quick"]) if t.section == "cells"]
-    record.content["planned"] = len(tasks)
-    run.measure_all(tasks, record, console)
-    return record.content
-
-
 def check(now: tables.Record, before: tables.Record, console: Console) -> None:
     """Show both and raise on a regression."""
     ratios, recorded = guarded(now), guarded(before)
-    console.print(compared(ratios, recorded), markup=False, highlight=False)
+    console.print(to_rich(compared(ratios, recorded)))
     worse = regressions(ratios, recorded)
     if worse:
         raise RegressionError("\n".join(["fop has become slower or larger:", *worse]))

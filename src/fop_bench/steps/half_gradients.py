@@ -1,6 +1,6 @@
-"""What the half-batch gradients cost: forward and backward of a watched against a plain model.
+"""What the half-batch gradients cost: forward and backward of a hooked against a plain model.
 
-Both are measured in turn in one process, on one thread, as CPU time, on steps that renew no
+Both are measured in turn in one process, on one thread, as CPU time, on steps that refresh no
 curvature. The ratio of the medians is the figure; the spread is that of the ratio of neighbours.
 """
 
@@ -30,9 +30,7 @@ def deep_cnn() -> nn.Module:
 NETWORKS = (
     WORKLOADS["mlp-w1024-b512"],
     WORKLOADS["cnn-b128"],
-    TimedWorkload(
-        name="deep-cnn-b64", label="CNN with batch norm, batch 64", build=deep_cnn, batch=64
-    ),
+    TimedWorkload(name="deep-cnn-b64", title="CNN with batch norm", build=deep_cnn, batch=64),
 )
 
 
@@ -47,7 +45,7 @@ def compare(workload: TimedWorkload, repeats: int) -> str:
     model = workload.model()
     x, y = workload.data()
     plain: list[float] = []
-    watched: list[float] = []
+    hooked: list[float] = []
     for repeat in range(repeats + 1):
         model.zero_grad()
         without = cpu_time(model, x, y)
@@ -57,11 +55,11 @@ def compare(workload: TimedWorkload, repeats: int) -> str:
         del optimizer
         if repeat:  # the first round warms up
             plain.append(without)
-            watched.append(with_halves)
-    ratios = [a / b for a, b in zip(watched, plain, strict=True)]
+            hooked.append(with_halves)
+    ratios = [a / b for a, b in zip(hooked, plain, strict=True)]
     low, _, high = statistics.quantiles(ratios)
     return (
         f"{workload.name:15} plain {statistics.median(plain) * 1e3:7.1f} ms   ratio "
-        f"{statistics.median(watched) / statistics.median(plain):.3f}   "
+        f"{statistics.median(hooked) / statistics.median(plain):.3f}   "
         f"(quartiles {low:.3f} to {high:.3f})"
     )

@@ -1,4 +1,4 @@
-"""One cell, measured in this process: a method on a workload at an interval of renewals.
+"""One cell, measured in this process: a method on a workload at an interval of refreshes.
 
     python -m fop_bench.steps.measure \\
         '{"workload": "mlp-w1024-b512", "method": "kfac", "interval": 10, "budget": 4}'
@@ -43,7 +43,7 @@ class Cell:
     ) -> None:
         self.workload, self.method, self.interval, self.budget = workload, method, interval, budget
         self.inputs, self.labels = workload.data()
-        self.steps: list[tuple[int, bool, float]] = []  # number, renews curvature, seconds
+        self.steps: list[tuple[int, bool, float]] = []  # number, refreshes curvature, seconds
         self.reference: list[float] = []
         self.multiply_adds: dict[str, int] = {}
         self.taken = 0
@@ -65,7 +65,7 @@ class Cell:
         self._alternate(sgd, slow)
         return {
             "staggered": self.method.staggered,
-            "steps": [(number, renews, round(s, 6)) for number, renews, s in self.steps],
+            "steps": [(number, refreshes, round(s, 6)) for number, refreshes, s in self.steps],
             "reference": [round(seconds, 6) for seconds in self.reference],
             "peak_bytes": peak,
             "state_bytes": self._state_bytes(),
@@ -91,7 +91,7 @@ class Cell:
 
     def _step(self, *, timed: bool = False, count: bool = False) -> float:
         self.taken += 1
-        renews = self._renews(self.taken)
+        refreshes = self._refreshes(self.taken)
 
         def work() -> None:
             self.stepper.step(self.inputs, self.labels)
@@ -101,23 +101,23 @@ class Cell:
             # timed as well.
             found: list[int] = []
             seconds = cpu_time(lambda: found.append(count_multiply_adds(work)))
-            self.multiply_adds["renewal" if renews else "plain"] = found[0]
+            self.multiply_adds["refresh" if refreshes else "plain"] = found[0]
         else:
             seconds = cpu_time(work)
         if timed:
-            self.steps.append((self.taken, renews, seconds))
+            self.steps.append((self.taken, refreshes, seconds))
             self.spent += seconds
         return seconds
 
-    def _renews(self, step: int) -> bool:
-        return self.method.renews is not None and self.method.renews(step, self.interval)
+    def _refreshes(self, step: int) -> bool:
+        return self.method.refreshes is not None and self.method.refreshes(step, self.interval)
 
     def _enough(self, slow: bool) -> bool:
         fewest = 1 if slow else FEWEST_STEPS
         whole = sum(number >= FIRST_OF_WHOLE_INTERVALS for number, _, _ in self.steps)
         if self.method.staggered and whole < self.interval:
             return False
-        plain = sum(not renews for _, renews, _ in self.steps)
+        plain = sum(not refreshes for _, refreshes, _ in self.steps)
         measured = plain if self.interval > 1 else len(self.steps)
         if measured < fewest or not self.reference:
             return False

@@ -1,12 +1,12 @@
 """The optimizers that are timed, each behind one call: take a step on this batch.
 
-`interval` is the number of steps between renewals of the curvature. Every method does all its
+`interval` is the number of steps between refreshes of the curvature. Every method does all its
 curvature work on the same step, with the arguments its own package has for that:
 
     fop           update_every
     singd         T
     Shampoo       preconditioning_compute_steps and statistics_compute_steps
-    SOAP          precondition_frequency (its statistics are renewed on every step all the same)
+    SOAP          precondition_frequency (its statistics are refreshed on every step all the same)
     Kron          pre_conditioner_update_probability = 1 / interval, which it counts, not draws
     curvlinops    a new operator every `interval` steps: it has no optimizer, so the step is ours
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fop_bench.methods import from_package, get_method
+from fop_bench.registry import by_name
 from fop_bench.stepper import Stepper
 
 LR = 1e-4  # small, so that random labels do no harm to any of them
@@ -54,7 +55,7 @@ class CurvlinopsStepper(Stepper):
         (optimizer,) = self.optimizers
         if self._taken % self._interval == 0:
             self._inverse = None  # the old one goes before the new one comes
-            self._inverse = self._renewed(inputs, labels)
+            self._inverse = self._refreshed(inputs, labels)
         self._taken += 1
         optimizer.zero_grad()
         cross_entropy(self.model(inputs), labels).backward()
@@ -65,7 +66,7 @@ class CurvlinopsStepper(Stepper):
             parameter.grad = direction
         optimizer.step()
 
-    def _renewed(self, inputs: Tensor, labels: Tensor) -> Any:
+    def _refreshed(self, inputs: Tensor, labels: Tensor) -> Any:
         curvlinops = importlib.import_module("curvlinops")
         operator = curvlinops.KFACLinearOperator(
             self.model,
@@ -95,17 +96,16 @@ Build = Callable[[nn.Module, int], Stepper]
 
 @dataclass(frozen=True)
 class TimedMethod:
-    """`renews` tells whether a step, counted from 1, refreshes curvature at an interval."""
+    """`refreshes` tells whether a step, counted from 1, refreshes curvature at an interval."""
 
     name: str
-    label: str
     build: Build
-    renews: Callable[[int, int], bool] | None = None  # None: no curvature
-    staggered: bool = False  # spreads a renewal over the interval
+    refreshes: Callable[[int, int], bool] | None = None  # None: no curvature
+    staggered: bool = False  # spreads a refresh over the interval
 
     @property
     def intervals(self) -> tuple[int, ...]:
-        if self.renews is None:
+        if self.refreshes is None:
             return (1,)
         return (10,) if self.staggered else (1, 10)
 
@@ -157,7 +157,7 @@ def _singd(model: nn.Module, interval: int) -> Stepper:
     return SingdStepper(model, second_order, *rest)
 
 
-def _fop_renews(step: int, interval: int) -> bool:
+def _fop_refreshes(step: int, interval: int) -> bool:
     return step in (1, 2, 4) or (step - 1) % interval == 0
 
 
@@ -169,23 +169,19 @@ def _last_of_interval(step: int, interval: int) -> bool:
     return step % interval == 0
 
 
-def _register(*methods: TimedMethod) -> dict[str, TimedMethod]:
-    return {method.name: method for method in methods}
-
-
 STAGGERED = "kfac-staggered"
-METHODS = _register(
-    TimedMethod("sgd", "SGD, momentum", _of("sgd", momentum=0.9)),
-    TimedMethod("adamw", "AdamW", _of("adamw")),
-    TimedMethod("lamb", "LAMB", _of("lamb")),
-    TimedMethod("kron", "Kron", _kron, _last_of_interval),
-    TimedMethod("soap", "SOAP", _of("soap", "precondition_frequency"), _first_of_interval),
-    TimedMethod("shampoo", "Shampoo (scalable)", _shampoo, _last_of_interval),
-    TimedMethod("singd", "singd, dense", _singd, _first_of_interval),
-    TimedMethod("curvlinops", "curvlinops KFAC", CurvlinopsStepper, _first_of_interval),
-    TimedMethod("kfac", "**fop.KFAC**", _of("kfac", "update_every"), _fop_renews),
-    TimedMethod("fop", "**fop.FOP**", _of("fop", "update_every"), _fop_renews),
-    TimedMethod(STAGGERED, "**fop.KFAC, staggered**", _staggered, _fop_renews, staggered=True),
+METHODS = by_name(
+    TimedMethod("sgd", _of("sgd", momentum=0.9)),
+    TimedMethod("adamw", _of("adamw")),
+    TimedMethod("lamb", _of("lamb")),
+    TimedMethod("kron", _kron, _last_of_interval),
+    TimedMethod("soap", _of("soap", "precondition_frequency"), _first_of_interval),
+    TimedMethod("scalable-shampoo", _shampoo, _last_of_interval),
+    TimedMethod("singd", _singd, _first_of_interval),
+    TimedMethod("curvlinops", CurvlinopsStepper, _first_of_interval),
+    TimedMethod("kfac", _of("kfac", "update_every"), _fop_refreshes),
+    TimedMethod("fop", _of("fop", "update_every"), _fop_refreshes),
+    TimedMethod(STAGGERED, _staggered, _fop_refreshes, staggered=True),
 )
 OURS = ("kfac", "fop")
 OWN = ("sgd", *OURS, STAGGERED)  # what must run: a failure of these is not a footnote

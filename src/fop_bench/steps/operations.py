@@ -1,7 +1,8 @@
 """Multiply-adds of a step, counted as it runs.
 
 torch counts products and convolutions; decompositions are added by their textbook formulas. Two
-operations (a multiplication and an addition) are one multiply-add, so torch's counts are halved.
+operations (a multiplication and an addition) are one multiply-add, half of what
+torch counts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m fop_bench.steps.profile '{"workload": "resnet18-b64", "method": "kfac"}'
 
-prints a line of JSON: seconds a phase, for a step that renews curvature and one that doesn't.
+prints a line of JSON: seconds a phase, for a step that refreshes curvature and one that doesn't.
 Time spent in a phase within another one counts for the inner one alone.
 """
 
@@ -76,7 +76,7 @@ def resolve(path: str) -> tuple[Any, str]:
     return holder, name
 
 
-def watch(clock: PhaseClock) -> None:
+def time_phases(clock: PhaseClock) -> None:
     """Time the library's functions from now on, in this process."""
     for path, phase in PHASES.items():
         holder, name = resolve(path)
@@ -94,14 +94,14 @@ def _timed(clock: PhaseClock, phase: str, function: Callable[..., Any]) -> Calla
 def profile(workload_name: str, method_name: str) -> dict[str, dict[str, float]]:
     workload, method = WORKLOADS[workload_name], METHODS[method_name]
     clock = PhaseClock()
-    watch(clock)
+    time_phases(clock)
     load_lazy_code(lambda model: method.build(model, 10))
     inputs, labels = workload.data()
     stepper = method.build(workload.model(), 10)
     (optimizer,) = stepper.optimizers
     found = {}
-    # fop renews on steps 1, 2 and 4: the first two warm up.
-    for kind in ("", "", "plain", "renewal"):
+    # fop refreshes on steps 1, 2 and 4: the first two warm up.
+    for kind in ("", "", "plain", "refresh"):
         clock.seconds.clear()
         optimizer.zero_grad()
         with clock.phase(FORWARD):

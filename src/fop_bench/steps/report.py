@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fop_bench.files import write_text
 from fop_bench.plots import steps as plot
-from fop_bench.records import write_text
+from fop_bench.render import to_markdown
 from fop_bench.steps import tables
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
@@ -27,28 +28,12 @@ def environment(record: tables.Record) -> str:
 
 
 def markdown(record: tables.Record) -> str:
-    """Everything measured, as sections. Sections without measurements are left out."""
-    sections = {
-        "Time of a step": (
-            "Ratio to SGD with momentum: curvature every step / every 10 steps (mean over the "
-            "interval) / a step without curvature work.\n\n" + tables.times(record)
-        ),
-        "Worst step": (
-            "The worst step of an interval of 10, against the interval's mean.\n\n"
-            + tables.worst_steps(record)
-        ),
-        "Memory": (
-            "Growth of peak resident memory from before the model is built, against SGD's / "
-            "optimizer state.\n\n" + tables.memory(record)
-        ),
-        "Targets": tables.targets(record),
-        "Against operation counts": tables.kfac_ratios(record),
-        "FOP against KFAC": tables.fop_ratios(record),
-        "How cost grows": tables.growth(record),
-        "Phases of a step": tables.profiles(record),
-    }
-    body = "\n\n".join(f"### {title}\n\n{text}" for title, text in sections.items() if text)
-    return f"{environment(record)}\n\n{body}"
+    """Everything measured, as sections."""
+    body = "\n".join(
+        f"### {heading}\n\n" + "\n".join(map(to_markdown, found))
+        for heading, found in tables.sections(record).items()
+    )
+    return f"{environment(record)}\n\n{body.rstrip()}"
 
 
 def between_markers(document: str, text: str) -> str:

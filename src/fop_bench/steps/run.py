@@ -112,9 +112,11 @@ def measure(
     budget: float | None = None,
     only: tuple[str, ...] = (),
     resume: bool = False,
+    profiles: bool = True,
 ) -> dict[str, Any]:
     """The record at `path`, with the cells of a mode that have all of `only` in their names."""
     tasks = plan(mode, budget or BUDGETS.get(mode, 4.0))
+    tasks = [task for task in tasks if profiles or task.section == "cells"]
     record = store.Store.open(path, store.header(mode), resume=resume)
     record.content["planned"] = len(tasks)
     wanted = [task for task in tasks if all(part in task.key for part in only)]

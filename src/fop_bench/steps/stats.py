@@ -1,6 +1,6 @@
 """From the times of a cell's steps to the figures of the table. Pure: no clock, no torch.
 
-A cell is what `measure.py` printed: steps [number, renews curvature, seconds], SGD's seconds as the
+A cell is what `measure.py` printed: steps [number, refreshes, seconds], SGD's seconds as the
 reference, peak and state bytes, multiply-adds. Every time is a ratio to SGD's in the same process.
 """
 
@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 INTERVAL = 10
-FIRST_OF_WHOLE_INTERVALS = 5  # fop also renews on steps 1, 2 and 4
+FIRST_OF_WHOLE_INTERVALS = 5  # fop also refreshes on steps 1, 2 and 4
 
 Cell = Mapping[str, Any]
 Step = tuple[int, bool, float]
@@ -22,9 +22,9 @@ Step = tuple[int, bool, float]
 class Figures:
     """One method on one workload. None where it was not, or could not be, measured."""
 
-    every_step: float | None = None  # curvature renewed on every step
+    every_step: float | None = None  # curvature refreshed on every step
     interval: float | None = None  # mean over an interval of ten steps
-    plain: float | None = None  # a step that renews nothing
+    plain: float | None = None  # a step that refreshes nothing
     worst: float | None = None  # worst step of an interval, against its mean
     peak_bytes: int | None = None
     state_bytes: int | None = None
@@ -36,8 +36,8 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float | None:
     return median(seconds) / median(reference) if seconds else None
 
 
-def of_kind(cell: Cell, *, renews: bool) -> list[float]:
-    return [seconds for _, renewing, seconds in cell["steps"] if renewing == renews]
+def of_kind(cell: Cell, *, refreshes: bool) -> list[float]:
+    return [seconds for _, refreshing, seconds in cell["steps"] if refreshing == refreshes]
 
 
 def whole_interval(steps: Sequence[Step], interval: int = INTERVAL) -> list[float] | None:
@@ -65,34 +65,34 @@ def figures(cells: Mapping[int, Cell]) -> Figures:
     spread = cells.get(INTERVAL)
     if spread is None:
         return Figures(every_step=every_step, peak_bytes=peak, state_bytes=state)
-    renewal = ratio(of_kind(spread, renews=True), spread["reference"])
+    refresh = ratio(of_kind(spread, refreshes=True), spread["reference"])
     if every_step is None and not spread.get("staggered"):
-        every_step = renewal  # the same work, on every step
-    interval, worst = _over_interval(spread, renewal if renewal is not None else every_step)
+        every_step = refresh  # the same work, on every step
+    interval, worst = _over_interval(spread, refresh if refresh is not None else every_step)
     plain = None
     if not spread.get("staggered"):
-        plain = ratio(of_kind(spread, renews=False), spread["reference"])
+        plain = ratio(of_kind(spread, refreshes=False), spread["reference"])
     return Figures(every_step, interval, plain, worst, peak, state)
 
 
-def _over_interval(cell: Cell, renewal: float | None) -> tuple[float | None, float | None]:
+def _over_interval(cell: Cell, refresh: float | None) -> tuple[float | None, float | None]:
     """Mean over the interval, and its worst step against that."""
     places = whole_interval(cell["steps"])
     if places is not None:
         mean = fmean(places)
         return mean / median(cell["reference"]), max(places) / mean
-    plain = ratio(of_kind(cell, renews=False), cell["reference"])
-    if plain is None or renewal is None or cell.get("staggered"):
+    plain = ratio(of_kind(cell, refreshes=False), cell["reference"])
+    if plain is None or refresh is None or cell.get("staggered"):
         return None, None
-    composed = (renewal + (INTERVAL - 1) * plain) / INTERVAL
-    return composed, max(renewal, plain) / composed
+    composed = (refresh + (INTERVAL - 1) * plain) / INTERVAL
+    return composed, max(refresh, plain) / composed
 
 
 def counted(cell: Cell) -> dict[str, float] | None:
     """Multiply-adds of the kinds of step, as far as they were counted."""
     found = cell.get("multiply_adds") or {}
-    if not {"renewal", "plain"} <= found.keys():
+    if not {"refresh", "plain"} <= found.keys():
         return None
-    renewal, plain = found["renewal"], found["plain"]
-    mean = (renewal + (INTERVAL - 1) * plain) / INTERVAL
-    return {"every_step": renewal, "interval": mean, "plain": plain}
+    refresh, plain = found["refresh"], found["plain"]
+    mean = (refresh + (INTERVAL - 1) * plain) / INTERVAL
+    return {"every_step": refresh, "interval": mean, "plain": plain}

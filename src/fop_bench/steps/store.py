@@ -1,22 +1,17 @@
-"""The record of a run: one JSON file, written anew, as a whole, after every measurement."""
+"""The record of a run: one JSON file, written again, as a whole, after every measurement."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fop
 from fop_bench.errors import BenchError
-from fop_bench.records import machine, now, versions, write_text
-from fop_bench.schema import read_json
+from fop_bench.files import MEASURE_AGAIN, read_json, write_json
+from fop_bench.records import SCHEMA, now, provenance
 
-SCHEMA = 1
 PEERS = ("curvlinops-for-pytorch", "singd")
 # What must be the same for measurements to stand in one table.
 SAME = ("schema", "mode", "machine", "versions", "source")
@@ -36,21 +31,9 @@ def source_hash() -> str:
 
 
 def header(mode: str) -> dict[str, Any]:
-    found = versions()
-    for name in PEERS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    facts = {**machine(torch.device("cpu")), "threads": 1}
-    return {
-        "schema": SCHEMA,
-        "mode": mode,
-        "date": now()[:10],
-        "machine": facts,
-        "versions": found,
-        "source": source_hash(),
-    }
+    head = provenance(packages=PEERS)
+    head["machine"]["threads"] = 1  # of the processes that measure
+    return {**head, "mode": mode, "date": now()[:10], "source": source_hash()}
 
 
 class Store:
@@ -84,26 +67,14 @@ class Store:
 
     def put(self, section: str, key: str, value: Any) -> None:
         self.content[section][key] = value
-        write_text(self.path, _compact(self.content))
+        write_json(self.path, self.content)
 
 
 def read(path: Path) -> dict[str, Any]:
-    content = read_json(path, "measure again")
+    content = read_json(path, MEASURE_AGAIN)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise StoreError(f"{path}: expected a record of schema {SCHEMA}: measure again")
+        raise StoreError(f"{path}: expected a record of schema {SCHEMA}: {MEASURE_AGAIN}")
     return content
-
-
-def _compact(content: Mapping[str, Any]) -> str:
-    """Readable JSON with one line a measurement."""
-    parts = []
-    for key, value in content.items():
-        if key in ("cells", "profiles"):
-            lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
-            parts.append(f"{json.dumps(key)}: {{\n{lines}\n}}" if lines else f'"{key}": {{}}')
-        else:
-            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def cell_key(workload: str, method: str, interval: int) -> str:
@@ -114,9 +85,5 @@ def by_interval(
     content: Mapping[str, Any], workload: str, method: str
 ) -> dict[int, dict[str, Any]]:
     """The cells of one method on one workload."""
-    found = {}
-    for interval in (1, 10):
-        cell = content["cells"].get(cell_key(workload, method, interval))
-        if cell is not None:
-            found[interval] = cell
-    return found
+    keys = {interval: cell_key(workload, method, interval) for interval in (1, 10)}
+    return {i: content["cells"][key] for i, key in keys.items() if key in content["cells"]}

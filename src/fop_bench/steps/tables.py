@@ -1,25 +1,24 @@
-"""A record as Markdown tables. Pure: the same record gives the same text."""
+"""A record of what steps cost as tables. Pure: the same record gives the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from fop_bench.render import markdown_rows
+from fop_bench.render import Cell, Table
 from fop_bench.steps.methods import METHODS, OURS, STAGGERED
 from fop_bench.steps.profile import ORDER
 from fop_bench.steps.stats import Figures, counted, figures
 from fop_bench.steps.store import by_interval, cell_key
 from fop_bench.steps.workloads import SWEEPS, TABLE
+from fop_bench.style import look
 
 Record = Mapping[str, Any]
 NOTHING = "–"
-LABELS = {name: method.label for name, method in METHODS.items()} | {
-    STAGGERED: "**fop.KFAC, staggered**"
-}
+KINDS = {"every_step": "every step", "interval": "every 10 steps", "plain": "plain step"}
 
-# What fop.KFAC aims at, as ratios to SGD: by workload, every step / interval 10 / plain / memory.
+# What KFAC aims at, as ratios to SGD: by workload, every step / interval 10 / plain / memory.
 TARGETS = {
     "resnet18-b64": (3.2, 1.60, 1.30, 2.0),
     "vit-b64": (1.7, 1.12, 1.06, 1.25),
@@ -28,20 +27,32 @@ TARGETS = {
 }
 WORST_TARGET = 1.5  # worst step against the mean of its interval, staggered
 COUNT_TARGET = 1.05  # FOP / KFAC measured, against the same by operation count
-FOP_TARGETS = {"resnet18-b256": 1.10, "cnn-b4096": 1.10}  # FOP / KFAC, renewals every 10 steps
+FOP_TARGETS = {"resnet18-b256": 1.10, "cnn-b4096": 1.10}  # FOP / KFAC, refreshes every 10 steps
 FOP_MEMORY_TARGET = 1.10
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return markdown_rows([head, ["---"] * len(head), *lines])
+def sections(record: Record) -> dict[str, list[Table]]:
+    """Every table that has something in it, by heading."""
+    found = {
+        "Time of a step": [times(record)],
+        "Worst step": [worst_steps(record)],
+        "Memory": [memory(record)],
+        "Targets": [targets(record)],
+        "Against operation counts": [ratios_to_sgd(record)],
+        "FOP against KFAC": [fop_ratios(record)],
+        "How cost grows": growth(record),
+        "Phases of a step": profiles(record),
+    }
+    kept = {heading: [t for t in tables if t.lines] for heading, tables in found.items()}
+    return {heading: tables for heading, tables in kept.items() if tables}
 
 
 def number(value: float | None, digits: int = 2) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}"
 
 
-def verdict(value: float | None, target: float) -> str:
-    """A figure beside its target; rounded as shown, so that text and verdict agree."""
+def against_target(value: float | None, target: float) -> str:
+    """A figure beside its target; rounded as shown, so that number and word agree."""
     if value is None:
         return NOTHING
     reached = round(value, 2) <= target
@@ -57,7 +68,7 @@ def workloads(record: Record) -> list[str]:
 def methods(record: Record) -> list[str]:
     """The rows, in the order of METHODS."""
     measured = {key.split("/")[1] for key in record["cells"]}
-    return [name for name in LABELS if name in measured]
+    return [name for name in METHODS if name in measured]
 
 
 def of(record: Record, workload: str, method: str) -> Figures:
@@ -74,90 +85,104 @@ def sgd_seconds(record: Record, workload: str) -> float | None:
     return median(times) if times else None
 
 
-def heads(record: Record) -> list[str]:
-    return ["", *(TABLE[name].label for name in workloads(record))]
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> Table:
+    lines = tuple(tuple(Cell(text) for text in row) for row in rows)
+    return Table(title, tuple(columns), lines, tuple(notes))
 
 
-def times(record: Record) -> str:
+def _by_method(
+    record: Record, title: str, text: Callable[[str, str], str], *more: Sequence[str],
+    notes: Sequence[str] = (),
+) -> Table:  # fmt: skip
+    """Methods down, workloads across; methods of which nothing is known are left out."""
+    names = workloads(record)
+    rows = [
+        [look(method).label, *cells]
+        for method in methods(record)
+        if set(cells := [text(workload, method) for workload in names]) != {NOTHING}
+    ]
+    return _table(title, ["", *(TABLE[name].label for name in names)], [*rows, *more], notes)
+
+
+def _three(found: Figures) -> str:
+    parts = [getattr(found, kind) for kind in KINDS]
+    return NOTHING if parts == [None] * 3 else " / ".join(map(number, parts))
+
+
+def times(record: Record) -> Table:
     """Ratios to SGD, with a note for every cell that could not be measured."""
-    lines, notes = [], []
-    for method in methods(record):
-        row = [LABELS[method]]
-        for workload in workloads(record):
-            found = of(record, workload, method)
-            if found.error is not None:
-                notes.append(f"{LABELS[method]} on {TABLE[workload].label}: `{found.error}`")
-                row.append(f"{NOTHING} [{len(notes)}]")
-            elif METHODS.get(method) is not None and METHODS[method].renews is None:
-                row.append(number(found.every_step))
-            else:
-                parts = (found.every_step, found.interval, found.plain)
-                measured = any(part is not None for part in parts)
-                row.append(" / ".join(map(number, parts)) if measured else NOTHING)
-        lines.append(row)
-    seconds = [sgd_seconds(record, workload) for workload in workloads(record)]
-    lines.append(["SGD, CPU seconds", *(number(s, 3) for s in seconds)])
-    text = table(heads(record), lines)
-    listed = "\n".join(f"{index}. {note}" for index, note in enumerate(notes, 1))
-    return f"{text}\n\nCould not run:\n\n{listed}" if notes else text
+    notes: list[str] = []
 
+    def text(workload: str, method: str) -> str:
+        found = of(record, workload, method)
+        if found.error is not None:
+            where = f"{look(method).label} on {TABLE[workload].label}"
+            notes.append(f"[{len(notes) + 1}] could not run: {where}: {found.error}")
+            return f"{NOTHING} [{len(notes)}]"
+        return number(found.every_step) if METHODS[method].refreshes is None else _three(found)
 
-def worst_steps(record: Record) -> str:
-    lines = []
-    for method in methods(record):
-        row = [number(of(record, workload, method).worst) for workload in workloads(record)]
-        if any(cell != NOTHING for cell in row):
-            lines.append([LABELS[method], *row])
-    return table(heads(record), lines)
-
-
-def memory(record: Record) -> str:
-    """Growth of peak memory against SGD's, and bytes of optimizer state."""
-    lines = []
-    for method in methods(record):
-        row = [LABELS[method]]
-        for workload in workloads(record):
-            found, base = of(record, workload, method), of(record, workload, "sgd")
-            if found.peak_bytes is None or found.state_bytes is None or not base.peak_bytes:
-                row.append(NOTHING)
-            else:
-                growth = found.peak_bytes / base.peak_bytes
-                row.append(f"{growth:.2f} / {found.state_bytes / 1e6:.0f} MB")
-        lines.append(row)
-    return table(heads(record), lines)
-
-
-def targets(record: Record) -> str:
-    names = [workload for workload in workloads(record) if workload in TARGETS]
-    rows: dict[str, list[str]] = {
-        "fop.KFAC, every step": [],
-        "fop.KFAC, every 10 steps": [],
-        "fop.KFAC, step without curvature work": [],
-        "fop.KFAC, growth of peak memory": [],
-        "fop.FOP's peak memory against fop.KFAC's": [],
-        "fop.FOP / fop.KFAC every 10 steps, measured over counted": [],
-        "worst step against the mean, staggered": [],
-    }
-    for name in names:
-        kfac, sgd, fop = (of(record, name, method) for method in ("kfac", "sgd", "fop"))
-        values = (kfac.every_step, kfac.interval, kfac.plain, _over(kfac, sgd))
-        cells = [verdict(*pair) for pair in zip(values, TARGETS[name], strict=True)]
-        cells.append(verdict(_over(fop, kfac), FOP_MEMORY_TARGET))
-        measured, by_count = fop_against_kfac(record, name, "interval")
-        over = None if measured is None or by_count is None else measured / by_count
-        cells.append(verdict(over, COUNT_TARGET))
-        cells.append(verdict(of(record, name, STAGGERED).worst, WORST_TARGET))
-        for row, cell in zip(rows.values(), cells, strict=True):
-            row.append(cell)
-    return table(
-        ["", *(TABLE[name].label for name in names)], [[k, *row] for k, row in rows.items()]
+    seconds = [number(sgd_seconds(record, workload), 3) for workload in workloads(record)]
+    title = (
+        "Ratio to SGD with momentum: curvature every step / every 10 steps (mean over the "
+        "interval) / a step without curvature work"
     )
+    return _by_method(record, title, text, ["SGD, CPU seconds", *seconds], notes=notes)
 
 
-def _over(one: Figures, other: Figures) -> float | None:
+def worst_steps(record: Record) -> Table:
+    title = "The worst step of an interval of 10, against the interval's mean"
+    return _by_method(record, title, lambda w, m: number(of(record, w, m).worst))
+
+
+def memory(record: Record) -> Table:
+    def text(workload: str, method: str) -> str:
+        found = of(record, workload, method)
+        growth = memory_ratio(found, of(record, workload, "sgd"))
+        if growth is None or found.state_bytes is None:
+            return NOTHING
+        return f"{growth:.2f} / {found.state_bytes / 1e6:.0f} MB"
+
+    title = (
+        "Growth of peak resident memory from before the model is built, against SGD's / "
+        "optimizer state"
+    )
+    return _by_method(record, title, text)
+
+
+def memory_ratio(one: Figures, other: Figures) -> float | None:
     if one.peak_bytes is None or not other.peak_bytes:
         return None
     return one.peak_bytes / other.peak_bytes
+
+
+def targets(record: Record) -> Table:
+    names = [workload for workload in workloads(record) if workload in TARGETS]
+    columns = [_aims(record, name) for name in names]
+    rows = [
+        [across[0][0], *(against_target(value, target) for _, value, target in across)]
+        for across in zip(*columns, strict=True)
+    ]
+    return _table("Ratios, with the targets", ["", *(TABLE[name].label for name in names)], rows)
+
+
+def _aims(record: Record, workload: str) -> list[tuple[str, float | None, float]]:
+    """(what, as measured, target) of one workload."""
+    kfac, sgd, fop = (of(record, workload, method) for method in ("kfac", "sgd", "fop"))
+    every_step, interval, plain, peak = TARGETS[workload]
+    measured, by_count = fop_against_kfac(record, workload, "interval")
+    over = None if measured is None or by_count is None else measured / by_count
+    worst = of(record, workload, STAGGERED).worst
+    return [
+        ("KFAC, every step", kfac.every_step, every_step),
+        ("KFAC, every 10 steps", kfac.interval, interval),
+        ("KFAC, step without curvature work", kfac.plain, plain),
+        ("KFAC, growth of peak memory", memory_ratio(kfac, sgd), peak),
+        ("FOP's peak memory against KFAC's", memory_ratio(fop, kfac), FOP_MEMORY_TARGET),
+        ("FOP / KFAC every 10 steps, measured over counted", over, COUNT_TARGET),
+        ("worst step against the mean, staggered", worst, WORST_TARGET),
+    ]
 
 
 def fop_against_kfac(record: Record, workload: str, kind: str) -> tuple[float | None, float | None]:
@@ -170,9 +195,9 @@ def fop_against_kfac(record: Record, workload: str, kind: str) -> tuple[float | 
     return measured, counts[1][kind] / counts[0][kind]
 
 
-def kfac_ratios(record: Record) -> str:
+def ratios_to_sgd(record: Record) -> Table:
     """fop's steps against SGD's, as measured and by counted multiply-adds."""
-    lines = []
+    rows = []
     for workload in workloads(record):
         sgd = record["cells"].get(cell_key(workload, "sgd", 1), {}).get("multiply_adds")
         for method in OURS:
@@ -180,66 +205,55 @@ def kfac_ratios(record: Record) -> str:
             if not sgd or counts is None:
                 continue
             found = of(record, workload, method)
-            row = [f"fop.{method.upper()}, {TABLE[workload].label}"]
-            for kind, count in counts.items():
-                row.append(f"{number(getattr(found, kind))}, {number(count / sgd['plain'])}")
-            lines.append(row)
-    head = ["against SGD: measured, by count", "every step", "every 10 steps", "plain step"]
-    return table(head, lines) if lines else ""
+            pairs = [(getattr(found, kind), counts[kind] / sgd["plain"]) for kind in KINDS]
+            name = f"{look(method).label}, {TABLE[workload].label}"
+            rows.append([name, *(f"{number(a)}, {number(b)}" for a, b in pairs)])
+    return _table("Ratio to SGD: measured, by count", ["", *KINDS.values()], rows)
 
 
-def fop_ratios(record: Record) -> str:
-    lines = []
+def fop_ratios(record: Record) -> Table:
+    rows = []
     for workload in workloads(record):
-        row = [TABLE[workload].label]
-        for kind in ("every_step", "interval", "plain"):
-            measured, by_count = fop_against_kfac(record, workload, kind)
-            row.append(f"{number(measured)}, {number(by_count)}")
-        measured, _ = fop_against_kfac(record, workload, "interval")
+        found = {kind: fop_against_kfac(record, workload, kind) for kind in KINDS}
         target = FOP_TARGETS.get(workload)
-        row.append(NOTHING if target is None else verdict(measured, target))
-        lines.append(row)
-    head = ["FOP / KFAC: measured, by count", "every step", "every 10 steps", "plain step"]
-    return table([*head, "target, every 10 steps"], lines)
+        rows.append([
+            TABLE[workload].label,
+            *(f"{number(measured)}, {number(by_count)}" for measured, by_count in found.values()),
+            NOTHING if target is None else against_target(found["interval"][0], target),
+        ])  # fmt: skip
+    columns = ["", *KINDS.values(), "target, every 10 steps"]
+    return _table("FOP / KFAC: measured, by count", columns, rows)
 
 
-def growth(record: Record) -> str:
+def growth(record: Record) -> list[Table]:
     """Cost along each sweep, where it was measured."""
-    parts = []
+    tables = []
     for title, sweep in SWEEPS.items():
-        lines = []
+        name, _, axis = title.rpartition(": ")
+        rows = []
         for size, workload in sweep.items():
             found = [of(record, workload.name, method) for method in OURS]
-            if all(figure.interval is None for figure in found):
-                continue
-            row = [f"{size}", number(sgd_seconds(record, workload.name), 3)]
-            for figure in found:
-                values = (figure.every_step, figure.interval, figure.plain)
-                row.append(" / ".join(map(number, values)))
-            lines.append(row)
-        if len(lines) > 1:  # one point shows no growth
-            name, _, axis = title.rpartition(": ")
-            head = [f"{name}, {axis}", "SGD, CPU seconds", *(f"fop.{m.upper()}" for m in OURS)]
-            parts.append(table(head, lines))
-    return "\n\n".join(parts)
+            if any(figure.interval is not None for figure in found):
+                seconds = number(sgd_seconds(record, workload.name), 3)
+                rows.append([f"{size}", seconds, *map(_three, found)])
+        if len(rows) > 1:  # one point shows no growth
+            columns = [axis, "SGD, CPU seconds", *(look(method).label for method in OURS)]
+            tables.append(_table(name, columns, rows))
+    return tables
 
 
-def profiles(record: Record) -> str:
+def profiles(record: Record) -> list[Table]:
     """CPU seconds and shares by phase."""
-    parts = []
+    tables = []
     for key, found in record["profiles"].items():
         workload, method = key.split("/")
-        head = [f"fop.{method.upper()}, {TABLE[workload].label}", "renewing step", "plain step"]
-        lines = [
-            [phase, *(_share(found[kind], phase) for kind in ("renewal", "plain"))]
-            for phase in ORDER
-        ]
-        totals = [sum(found[kind].values()) for kind in ("renewal", "plain")]
-        lines.append(["all", *(f"{total:.3f} s" for total in totals)])
-        parts.append(table(head, lines))
-    return "\n\n".join(parts)
+        steps = [found[kind] for kind in ("refresh", "plain")]
+        rows = [[phase, *(_share(step, phase) for step in steps)] for phase in ORDER]
+        rows.append(["all", *(f"{sum(step.values()):.3f} s" for step in steps)])
+        title = f"{look(method).label}, {TABLE[workload].label}"
+        tables.append(_table(title, ["phase", "refreshing step", "plain step"], rows))
+    return tables
 
 
 def _share(seconds: Mapping[str, float], phase: str) -> str:
-    total = sum(seconds.values())
-    return f"{seconds[phase]:.3f} s, {100 * seconds[phase] / total:.0f} %"
+    return f"{seconds[phase]:.3f} s, {100 * seconds[phase] / sum(seconds.values()):.0f} %"

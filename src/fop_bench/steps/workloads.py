@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fop_bench.models import ViT, cnn, mlp, resnet18_for_cifar
 from fop_bench.networks import Network
+from fop_bench.registry import by_name
 
 CLASSES = 10
 
@@ -18,8 +19,12 @@ CLASSES = 10
 class TimedWorkload(Network):
     """A network at a batch size, on made-up data."""
 
-    label: str
+    title: str
     batch: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.title}, batch {self.batch}"
 
     def data(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -29,7 +34,7 @@ class TimedWorkload(Network):
 def _mlp(width: int, batch: int) -> TimedWorkload:
     return TimedWorkload(
         name=f"mlp-w{width}-b{batch}",
-        label=f"MLP 784-{width}-{width}-10, batch {batch}",
+        title=f"MLP 784-{width}-{width}-10",
         build=partial(mlp, 784, width, width, CLASSES),
         input_shape=(784,),
         batch=batch,
@@ -38,34 +43,26 @@ def _mlp(width: int, batch: int) -> TimedWorkload:
 
 def _cnn(batch: int) -> TimedWorkload:
     return TimedWorkload(
-        name=f"cnn-b{batch}",
-        label=f"CNN 28x28, batch {batch}",
-        build=cnn,
-        input_shape=(1, 28, 28),
-        batch=batch,
+        name=f"cnn-b{batch}", title="CNN 28x28", build=cnn, input_shape=(1, 28, 28), batch=batch
     )
 
 
 def _resnet(batch: int) -> TimedWorkload:
-    label = f"ResNet-18 CIFAR, batch {batch}"
     return TimedWorkload(
-        name=f"resnet18-b{batch}", label=label, build=resnet18_for_cifar, batch=batch
+        name=f"resnet18-b{batch}", title="ResNet-18 CIFAR", build=resnet18_for_cifar, batch=batch
     )
-
-
-def _vit(batch: int) -> TimedWorkload:
-    return TimedWorkload(
-        name=f"vit-b{batch}", label=f"ViT 192x6, batch {batch}", build=ViT, batch=batch
-    )
-
-
-def _register(*workloads: TimedWorkload) -> dict[str, TimedWorkload]:
-    return {workload.name: workload for workload in workloads}
 
 
 # The columns of the table. All methods run on the first four; at the large batches, where a step
 # takes many seconds, only fop's own and SGD do unless everything is asked for.
-TABLE = _register(_resnet(64), _vit(64), _mlp(1024, 512), _cnn(512), _resnet(256), _cnn(4096))
+TABLE = by_name(
+    _resnet(64),
+    TimedWorkload(name="vit-b64", title="ViT 192x6", build=ViT, batch=64),
+    _mlp(1024, 512),
+    _cnn(512),
+    _resnet(256),
+    _cnn(4096),
+)
 LARGE_BATCH = ("resnet18-b256", "cnn-b4096")
 
 # How cost grows: name of the axis, and the workloads along it.
@@ -76,6 +73,6 @@ SWEEPS: dict[str, dict[int, TimedWorkload]] = {
 }
 
 WORKLOADS = {
-    **_register(*(workload for sweep in SWEEPS.values() for workload in sweep.values())),
+    **by_name(*(workload for sweep in SWEEPS.values() for workload in sweep.values())),
     **TABLE,
 }
