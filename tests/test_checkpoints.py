@@ -314,7 +314,7 @@ def test_every_kind_of_entry_is_damaged_above() -> None:
         optimizer = fop.FOP(model, momentum=0.9, **settings)
         train(model, optimizer, [points(seed=seed) for seed in range(3)])
         found |= {key for own in optimizer.state.values() for key in own}
-    declared = {*FactoredKronecker.keys, *EigenCorrected.keys, *RULE_ENTRIES}
+    declared = {*FactoredKronecker.entries, *EigenCorrected.entries, *RULE_ENTRIES}
     assert found == declared
 
 

@@ -388,7 +388,7 @@ def test_a_layer_with_a_call_that_fits_no_more_is_not_projected() -> None:
         named = ["'last' 5 and 6" in str(warning.message) for warning in caught]
         assert named == ([True] if step == 3 else [])
         if step <= 3:
-            assert (float(optimizer._engine.coefficients["last"].beta) == 0) is (step == 3)
+            assert (fop.diagnostics(optimizer, "last")["last"]["beta"] == 0) is (step == 3)
         assert optimizer._engine.layers[1].recorder.given_up is (step >= 4)
 
 

@@ -67,7 +67,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"strategy": "some"}, ValueError, "strategy must be one of 'owner', 'all', got 'some'"),
     ({"strategy": 0}, ValueError, "strategy must be >= 1, got 0"),
     (
-        {"curvature": "diagonal"},
+        {"curvature": "dense"},
         ValueError,
         "curvature must be one of 'kronecker', 'ekfac', 'identity'",
     ),

@@ -32,4 +32,3 @@ def test_curvature_is_renewed_early_and_then_by_the_interval() -> None:
     assert due == [1, 2, 4, 11, 21, 31]
     growing = Settings(update_every=lambda step: 2 if step < 10 else 10)
     assert [s for s in range(1, 33) if growing.refresh_due(s)] == [1, 2, 3, 4, 5, 7, 9, 11, 21, 31]
-    assert not any(Settings(curvature="identity").refresh_due(step) for step in range(1, 40))

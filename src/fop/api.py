@@ -36,7 +36,8 @@ class FOP(SecondOrderOptimizer):
         nesterov: As in torch.optim.SGD.
         decoupled_weight_decay: Shrink the weights directly, as AdamW does, instead of adding to the
             update.
-        damping: lambda, added to the curvature before it is inverted.
+        damping: lambda, added to the curvature before it is inverted: a number, or a rule that
+            gives each layer its own, as `fop.rules.RelativeDamping()`.
         damping_mode: "factored" adds it to each Kronecker factor (Cholesky); "exact" to the whole
             curvature (eigenvectors; tolerates less: use a 10 to 30 times larger value).
         factor_decay: Weight of the past in the moving averages of the curvature.
@@ -59,14 +60,16 @@ class FOP(SecondOrderOptimizer):
         eta: Step size of each layer: "adaptive" or a number.
         total: Whether eta aims at the mean ("mean") or the sum ("sum", twice the step) of the
             halves' losses.
-        kl_clip: Largest KL divergence, roughly, that a step may cause; None for no limit.
+        kl_clip: Largest KL divergence, roughly, that a step may cause; None for no limit. Or a
+            rule for the length of steps, a `fop.rules.StepRule`.
         loss_reduction: Whether the loss is the "mean" or the "sum" over the examples of a step.
         halves: "samples" splits every micro-batch, "microbatches" takes alternate backward passes,
             "ranks" takes even and odd ranks. "auto" is "ranks" with several of them, else
             "samples".
         curvature: "kronecker"; "ekfac" for eigenvalues corrected in the Kronecker basis, damped
-            exactly whatever `damping_mode` is (with several ranks, it needs strategy="all"); or
-            "identity" for none.
+            exactly whatever `damping_mode` is (with several ranks, it needs strategy="all");
+            "diagonal" for the diagonal of the Fisher; "identity" for none. Or a
+            `fop.curvature.Curvature` of your own.
         fallback: Optimizer for all other parameters: "adamw", or "sgd" with the momentum above. A
             dict has its options: {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
             are the defaults, {"name": "sgd", "lr": 0.05} an SGD that does not take `lr`. This

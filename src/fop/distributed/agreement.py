@@ -54,7 +54,8 @@ def _text(value: object) -> str:
         return f"the function {value.__qualname__}"  # its address differs in each process
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_text(entry)}' for key, entry in value.items())}}}"
-    return repr(value.tolist() if isinstance(value, Tensor) else value)
+    text = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return f"a {type(value).__qualname__}" if " at 0x" in text else text
 
 
 def _skip_text(model: nn.Module, skip: Any) -> str:
