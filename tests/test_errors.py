@@ -69,7 +69,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"curvature": "dense"},
         ValueError,
-        "curvature must be one of 'kronecker', 'ekfac', 'identity'",
+        "curvature must be one of 'kronecker', 'ekfac', 'diagonal'",
     ),
     ({"fallback": "adam"}, ValueError, "fallback must be one of 'adamw', 'sgd', got 'adam'"),
     ({"fallback": {"lr": 1}}, ValueError, "fallback must have a 'name', one of 'adamw', 'sgd'"),
