@@ -455,7 +455,7 @@ def test_an_unbatched_call_is_one_example() -> None:
     assert same([watched(x, x, x)[0]], [plain(x, x, x)[0]])
     gradients = zip(watched.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(a.grad, b.grad, atol=1e-14) for a, b in gradients)
-    assert [block.capture.sums.examples for block in optimizer._engine.blocks] == [1] * 4
+    assert [block.capture.statistics.examples for block in optimizer._engine.blocks] == [1] * 4
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
@@ -474,7 +474,7 @@ def test_evaluation_and_no_grad_are_torchs_own() -> None:
         attention = watched.layers[0].self_attn
         expected = plain.layers[0].self_attn(x, x, x)
         assert same(attention(x, x, x), expected)
-    assert not any(block.capture.saw_examples for block in optimizer._engine.blocks)
+    assert not any(block.capture.seen.examples for block in optimizer._engine.blocks)
 
 
 # ---- loops
@@ -509,9 +509,9 @@ def test_a_copy_of_the_model_is_not_watched(how: str) -> None:
         torch.save(model, buffer)
         buffer.seek(0)
         twin = torch.load(buffer, weights_only=False)
-    examples = [list(block.capture.examples) for block in optimizer._engine.blocks]
+    examples = [list(block.capture.half_sizes) for block in optimizer._engine.blocks]
     cross_entropy(twin(tokens()[0]), tokens()[1], "mean").backward()
-    assert [list(block.capture.examples) for block in optimizer._engine.blocks] == examples
+    assert [list(block.capture.half_sizes) for block in optimizer._engine.blocks] == examples
     fop.FOP(twin)
     train(model, optimizer, [tokens()])  # the twin's was not taken over from this one
 
@@ -593,7 +593,7 @@ def test_function_transforms_pass_through() -> None:
 
         gradients.append(torch.func.grad(loss)(dict(model.named_parameters())))
     assert same(gradients[0].values(), gradients[1].values())
-    assert not any(block.capture.sums is not None for block in optimizer._engine.blocks)
+    assert not any(block.capture.has_moments for block in optimizer._engine.blocks)
 
 
 def test_a_full_backward_hook_is_refused_by_name() -> None:
@@ -619,7 +619,7 @@ def test_hooks_of_the_user_run_as_ever() -> None:
         model.attention.register_forward_hook(lambda module, args, output: (3 * output[0], None))
         functional.cross_entropy(model(tokens()[0]), tokens()[1]).backward()
     assert same([models[0](tokens()[0])], [models[1](tokens()[0])])
-    assert all(block.capture.sums is not None for block in optimizer._engine.blocks)
+    assert all(block.capture.has_moments for block in optimizer._engine.blocks)
     gradients = [[p.grad for p in model.parameters()] for model in models]
     assert distance(*[[g + 1 for g in gs] for gs in gradients]) < 1e-12
 

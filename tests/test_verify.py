@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import fop
-from fop import verify
+from fop.capture import verify
 from fop.layers import LAYER_TYPES
 from fop.layers.linear import LinearLayer
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
@@ -179,7 +179,7 @@ def test_a_pass_without_numbers_decides_nothing() -> None:
     module = nn.Linear(5, 3, device="meta")
     optimizer = fop.FOP(module)
     assert module(torch.empty(4, 5, device="meta")).shape == (4, 3)
-    assert not optimizer._engine.blocks[0].capture.disabled
+    assert not optimizer._engine.blocks[0].capture.inactive
 
 
 def test_a_disabled_layer_asks_for_no_extra_backward() -> None:

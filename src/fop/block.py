@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.capture import LayerCapture
+from fop.capture import Recorder, factor_dtype
 from fop.costs import Work, refresh_cost
 from fop.curvature import Curvature
 from fop.curvature.base import CurvatureState, PrefixedState
 from fop.layers import Layer
-from fop.moments import factor_dtype
 from fop.scaling import LossScale, Number, half_difference
 from fop.settings import Settings
+from fop.slices import ParameterSlice
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -27,7 +27,7 @@ class Block:
 
     name: str
     module_name: str
-    capture: LayerCapture
+    capture: Recorder
     curvature: Curvature
 
     @property
@@ -37,7 +37,7 @@ class Block:
         On every rank, also on those that don't keep the curvature themselves.
         """
         capture = self.capture
-        if capture.given_up:
+        if capture.disabled:
             return False
         return not capture.plan.curvature or capture.curvature_shape == capture.shape
 
@@ -53,7 +53,7 @@ class Block:
 
     @property
     def layer(self) -> Layer:
-        return self.capture.layer
+        return self.capture.adapter
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,19 +81,17 @@ class Block:
         return [self.weight] if bias is None else [self.weight, bias]
 
     @property
-    def wholes(self) -> list[Tensor]:
-        """What has the shapes of `parameters`, whichever part of these this rank has."""
-        capture = self.capture
-        bias = None if capture.bias is None else capture.whole_bias
-        return [capture.whole_weight] if bias is None else [capture.whole_weight, bias]
-
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of tensors shaped like `parameters`, the views that belong to this layer.
+    def slices(self) -> list[ParameterSlice]:
+        """What the layer has of `parameters`.
 
         Other layers may have the rest, as in the packed projections of nn.MultiheadAttention.
         """
-        views = (self.layer.own_weight, self.layer.own_bias)
-        return [view(tensor) for view, tensor in zip(views, tensors, strict=False)]
+        weight, bias = self.capture.weight_slice, self.capture.bias_slice
+        return [weight] if bias is None else [weight, bias]
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of tensors shaped like `parameters`, the views that belong to this layer."""
+        return [part.of(tensor) for part, tensor in zip(self.slices, tensors, strict=True)]
 
     def gradients(self, gradients: Mapping[Tensor, Tensor]) -> list[Tensor]:
         """The layer's parts of the ordinary gradient; zeros for a bias without one."""
@@ -126,11 +124,12 @@ class Block:
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """The layer's matrix as parts of its trained parameters."""
-        return self.layer.from_matrix(matrix, *_pair(self.parts(self.wholes)))
+        return self.layer.from_matrix(matrix, self.capture.weight_slice, self.capture.bias_slice)
 
     def write(self, parts: Sequence[Tensor], updates: dict[Tensor, Tensor]) -> None:
         """Enter the layer's parts into the updates of its parameters, all rows of them."""
-        for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+        for own, part in zip(self.slices, parts, strict=True):
+            parameter = own.parameter
             if part.shape == parameter.shape:
                 updates[parameter] = part.to(parameter.dtype)
             else:
@@ -138,8 +137,7 @@ class Block:
                     updates[parameter] = torch.zeros(
                         parameter.shape, dtype=parameter.dtype, device=parameter.device
                     )
-                view = self.layer.own_bias if number else self.layer.own_weight
-                view(updates[parameter]).copy_(part)
+                own.of(updates[parameter]).copy_(part)
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

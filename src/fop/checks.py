@@ -68,7 +68,7 @@ def _replaced(blocks: Sequence[Block], gradients: Mapping[Tensor, Tensor]) -> Ex
     for block in blocks:
         # A frozen weight has no gradient either, and may be stood in for by functional_call.
         trained = block.weight.requires_grad
-        if block.capture.replaced and trained and block.weight not in gradients:
+        if block.capture.seen.replaced and trained and block.weight not in gradients:
             return RuntimeError(
                 f"the weight of layer {block.name!r} was replaced by another parameter after "
                 "the optimizer was built, so the new one would not be trained: build the "
@@ -104,4 +104,4 @@ def bypassed_layers(counts: Mapping[Block, Counts], blocks: Sequence[Block]) -> 
 
 def _excused(block: Block, count: Counts) -> bool:
     """Whether this step's gradient alone is without statistics."""
-    return block.capture.foreign or bool(count.empty and not count.filled)
+    return block.capture.seen.foreign or bool(count.empty and not count.filled)

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from fop.block import Block, State
-from fop.capture import CapturePlan, LayerCapture
+from fop.capture import CapturePlan, Recorder, Statistics, factor_dtype
 from fop.checkpoints import RULE_KEYS, LayerEntries
 from fop.checks import ModuleTree, bypassed_layers, find_problem
 from fop.curvature import make_curvature
 from fop.distributed import Exchange, Gathered, Reading, Report, Request, Totals, Verdict
 from fop.linalg import all_finite, on_host
-from fop.moments import FactorSums, factor_dtype
 from fop.notices import Notices
 from fop.projection import Coefficients, Metric, fop_update
 from fop.renewal import make_factors, renew
@@ -84,8 +83,8 @@ class Engine:
         self.skipped = SkippedSteps()
         self._uses = 1  # steps that a layer's metric serves on, before it is renewed
 
-    def add(self, name: str, module_name: str, capture: LayerCapture) -> None:
-        curvature = self._unitwise if capture.layer.observed else self._curvature
+    def add(self, name: str, module_name: str, capture: Recorder) -> None:
+        curvature = self._unitwise if capture.adapter.observed else self._curvature
         self.blocks.append(Block(name, module_name, capture, curvature))
 
     def place(self) -> None:
@@ -149,12 +148,12 @@ class Engine:
     def _usable(self, block: Block, state: State) -> bool:
         """Whether this rank has curvature that fits the layer."""
         fits = block.curvature.ready(block.state_in(state), block.capture.shape)
-        return fits and not block.capture.given_up
+        return fits and not block.capture.disabled
 
     def _disable(self, blocks: Iterable[Block]) -> None:
         """From now on the fallback optimizer trains these layers."""
         for block in blocks:
-            block.capture.given_up = True
+            block.capture.disabled = True
             block.capture.forget()
 
     def _note(self, blocks: Sequence[Block], verdicts: Sequence[Verdict]) -> None:
@@ -216,19 +215,19 @@ class Engine:
             self.notices.no_gradients(self.exchange.index, missing, self.exchange.ranks)
         active, trained = totals.taking_part()
         for block in active:
-            if block.capture.bypassed and not block.capture.given_up and block.ready:
+            if block.capture.seen.without_forward and not block.capture.disabled and block.ready:
                 self.notices.bypassed(block)
-            elif block.capture.foreign and not block.capture.given_up:
+            elif block.capture.seen.foreign and not block.capture.disabled:
                 self.notices.foreign(block)
-        expecting = [b for b in active if b.capture.wants_sums and not b.capture.given_up]
+        expecting = [b for b in active if b.capture.wants_moments and not b.capture.disabled]
         reading = totals.read() if expecting else None
-        self.notices.mismatches([b for b in active if not b.capture.given_up])
+        self.notices.mismatches([b for b in active if not b.capture.disabled])
         with_sums = []
         self._disable_misfits(reading)
-        expecting = [block for block in expecting if not block.capture.given_up]
+        expecting = [block for block in expecting if not block.capture.disabled]
         if reading is not None:
             self._disable_uncounted(active, expecting, reading)
-            expecting = [block for block in expecting if not block.capture.given_up]
+            expecting = [block for block in expecting if not block.capture.disabled]
             counts = {block: reading.counts[block] for block in expecting}
             bypassed = bypassed_layers(counts, self.blocks)
             self._disable(bypassed)
@@ -245,7 +244,7 @@ class Engine:
             self._look_for_halves(with_sums, reading)
             failed, sound = self._refresh(with_sums, reading, gathered, options, state)
         for block in active:
-            block.capture.drop_sums()
+            block.capture.drop_moments()
         directions, healthy, verdicts = self._precondition(
             active, expecting, failed, gathered, totals, options, state
         )
@@ -297,7 +296,7 @@ class Engine:
         """Those that belong to disabled layers alone."""
         by_status: dict[bool, set[Tensor]] = {True: set(), False: set()}
         for block in self.blocks:
-            by_status[block.capture.given_up].update(block.capture.all_parameters)
+            by_status[block.capture.disabled].update(block.capture.all_parameters)
         return by_status[True] - by_status[False]
 
     def _count(self, taken: Tensor, options: Mapping[Tensor, Group], *, may_read: bool) -> None:
@@ -372,12 +371,14 @@ class Engine:
         misfits = []
         for block in self.blocks:
             capture = block.capture
-            found = capture.misfit is not None
+            found = capture.unsupported is not None
             if self.exchange.ranks > 1:
                 counts = None if reading is None else reading.counts.get(block)
                 found = counts is not None and counts.misfits > 0
-            if found and not capture.given_up:
-                capture.misfit = capture.misfit or "another rank found that its adapter is wrong"
+            if found and not capture.disabled:
+                capture.unsupported = (
+                    capture.unsupported or "another rank found that its adapter is wrong"
+                )
                 misfits.append(block)
         self._disable(misfits)
         self.notices.misfits(misfits)
@@ -400,7 +401,7 @@ class Engine:
             if self.exchange.owns(block)
         ]
         for block in fresh:
-            block.capture.drop_sums()
+            block.capture.drop_moments()
         self._make_factors(mine)
         # Sums that are finite on each rank may not be so together, or once they are scaled.
         bounds = (bound for _, sums in mine for bound in sums.bounds())
@@ -408,14 +409,14 @@ class Engine:
         _, agreed = self.exchange.settle(torch.zeros((), device=self._device), [(unsound, False)])
         if agreed[0][0]:
             return [], False
-        shares = {b: share for b in fresh if (share := b.capture.take_unexplained()) is not None}
+        shares = {b: share for b in fresh if (share := b.capture.take_unaccounted()) is not None}
         self.notices.unexplained(shares)
         failed = renew(mine, self.settings.factor_decay, self._uses, options, state)
         if failed:
             self.notices.not_inverted(failed)
         return failed, True
 
-    def _make_factors(self, fresh: Sequence[tuple[Block, FactorSums]]) -> None:
+    def _make_factors(self, fresh: Sequence[tuple[Block, Statistics]]) -> None:
         # Extra passes differentiate each example's own loss, unscaled; training passes
         # differentiate the user's.
         empirical = self.plan.empirical
@@ -445,7 +446,7 @@ class Engine:
 
         def compute(block: Block) -> Sequence[Tensor]:
             average = self._unscaled(gathered.average(block))
-            if block.capture.given_up or not self._usable(block, state):
+            if block.capture.disabled or not self._usable(block, state):
                 return average
             metric = block.curvature.metric(block.state_in(state), block.shape)
             update, found = self._direction(block, average, gathered, metric)
@@ -514,9 +515,8 @@ def _covered(blocks: Iterable[Block]) -> dict[Tensor, int]:
     """How many entries of each parameter belong to one of the layers."""
     covered: dict[Tensor, int] = {}
     for block in blocks:
-        parameters = block.parameters
-        for parameter, part in zip(parameters, block.parts(block.wholes), strict=True):
-            covered[parameter] = covered.get(parameter, 0) + part.numel()
+        for own in block.slices:
+            covered[own.parameter] = covered.get(own.parameter, 0) + own.shape.numel()
     return covered
 
 

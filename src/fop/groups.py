@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from fop._torch import compiled_from
 from fop.layers import (
     ROLES,
     Layer,
@@ -258,7 +259,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
             wrapper = model
             inner: Any = model.module
         else:
-            inner = getattr(model, "_orig_mod", None)
+            inner = compiled_from(model)
         if not isinstance(inner, nn.Module):
             return model, wrapper
         model = inner

@@ -124,7 +124,7 @@ class Notices:
     def misfits(self, blocks: Sequence[Block]) -> None:
         """A layer is disabled once, so that this is said once of each."""
         if blocks:
-            reasons = "; ".join(f"{block.name!r}: {block.capture.misfit}" for block in blocks)
+            reasons = "; ".join(f"{block.name!r}: {block.capture.unsupported}" for block in blocks)
             warn(
                 "some layers use the fallback optimizer, because their modules compute something "
                 "else than fop knows how to precondition. Their gradients are torch's own. List "
@@ -185,7 +185,7 @@ class Notices:
         )
 
     def no_halves(self, blocks: Sequence[Block], first: Number, second: Number) -> None:
-        named = [block.name for block in blocks if not block.capture.given_up]
+        named = [block.name for block in blocks if not block.capture.disabled]
         if "no halves" in self._said or not named or max(first, second) <= 0:
             return
         self._once(

@@ -13,13 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fop.attention import watch_attention
-from fop.capture import LayerCapture
+from fop._torch import load_hooks
+from fop.capture import (
+    ExtraPass,
+    Recorder,
+    RemovableHandles,
+    hook_attention,
+    hook_batch,
+    hook_gradient,
+    hook_module,
+    hook_output,
+    take_over,
+)
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
 from fop.distributed import GroupReference, describe, join_group
 from fop.engine import Engine
-from fop.examples import watch_batch
-from fop.fisher import ExtraPass, attach_output
 from fop.groups import (
     FoundLayer,
     build_groups,
@@ -28,7 +36,6 @@ from fop.groups import (
     find_layers,
     unwrapped,
 )
-from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.rules import reference_lr
 from fop.scaling import LossScale, Number
@@ -43,6 +50,7 @@ from fop.settings import (
     Skip,
     check_group,
 )
+from fop.slices import ParameterSlice
 from fop.trainers import explain_clipping, gather_where_trainers_save
 
 if TYPE_CHECKING:
@@ -102,24 +110,27 @@ class SecondOrderOptimizer(Optimizer):
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
         self._engine_reset = torch.compiler.disable(self._engine.reset)
         handles: list[RemovableHandle | RemovableHandles] = []
-        attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
+        attentions: dict[nn.Module, dict[Recorder, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
             layer = found.uses[0].layer
-            capture = LayerCapture(layer, found.weight, found.bias, self._engine.plan)
+            weight, bias = ParameterSlice(found.weight, layer.weight_rows), None
+            if found.bias is not None:
+                bias = ParameterSlice(found.bias, layer.bias_rows)
+            capture = Recorder(layer, weight, bias, self._engine.plan)
             self._engine.add(found.name, found.module_name, capture)
             if watching:
-                handles.append(watch_gradient(capture))
+                handles.append(hook_gradient(capture))
             for use in found.uses if watching else ():
                 if isinstance(use.layer, ProjectionLayer):
                     attentions.setdefault(use.module, {})[capture] = use.layer
                 else:
                     how = (use.layer, use.curvature, use.sequence_first)
-                    handles.append(watch_module(use.module, capture, *how))
+                    handles.append(hook_module(use.module, capture, *how))
         if watching:
-            handles += watch_batch(self._model, self._engine.plan.examples)
+            handles += hook_batch(self._model, self._engine.plan.examples)
         names = {module: name for name, module in self._model.named_modules()}
-        handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
+        handles += [hook_attention(m, names[m], captures) for m, captures in attentions.items()]
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._engine.place()
         self._engine.adopt(self.state)
@@ -127,7 +138,7 @@ class SecondOrderOptimizer(Optimizer):
         if self._engine.plan.curvature and settings.fisher_options["name"] != "empirical":
             captures = [block.capture for block in self._engine.blocks]
             self._extra_pass = ExtraPass(self._engine.plan, captures, settings)
-            handles.append(attach_output(self._model, self._extra_pass))
+            handles.append(hook_output(self._model, self._extra_pass))
         self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
         self._prepare()
         self._meet_trainers()
@@ -282,7 +293,8 @@ class SecondOrderOptimizer(Optimizer):
         # Torch's own method casts curvature to the parameter's type, and runs the hooks after any
         # check that could be made here.
         state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        before, after = load_hooks(self)
+        for hook in before:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state, groups = read_state(state_dict, self.param_groups, self._engine.declared())
@@ -294,7 +306,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine.forget()
         self._prepare()
         self._meet_trainers()  # Accelerate loads the state when it takes the optimizer over
-        for done in self._optimizer_load_state_dict_post_hooks.values():
+        for done in after:
             done(self)
 
     def _numbered(self, state_dict: Mapping[str, Any]) -> Iterable[tuple[int, Tensor]]:
@@ -343,7 +355,7 @@ class SecondOrderOptimizer(Optimizer):
             )
 
     def __repr__(self) -> str:
-        blocks = [block for block in self._engine.blocks if not block.capture.given_up]
+        blocks = [block for block in self._engine.blocks if not block.capture.disabled]
         lines = [f"{len(blocks)} layers with {self._settings.curvature} curvature"]
         covered = {parameter for block in blocks for parameter in block.parameters}
         rest = [

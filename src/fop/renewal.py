@@ -9,28 +9,29 @@ import torch
 from torch import Tensor
 
 from fop.block import Block, State
+from fop.capture import Statistics
 from fop.curvature import Curvature
 from fop.curvature.base import RefreshJob
 from fop.linalg import all_finite, on_host
-from fop.moments import FactorSums
 from fop.scaling import factor_scales, square_scale
 
-Fresh = list[tuple[Block, FactorSums]]
+Fresh = list[tuple[Block, Statistics]]
 
 
 def make_factors(
-    sums: FactorSums, sharing: str, reduction: str, ranks: int, scale: Tensor | None
+    sums: Statistics, sharing: str, reduction: str, ranks: int, scale: Tensor | None
 ) -> None:
     """Make raw sums Kronecker factors, in place; `scale` undoes that of mixed precision."""
     of_inputs, of_outputs = factor_scales(
         examples=sums.examples, rows=sums.rows, sharing=sharing, reduction=reduction, ranks=ranks
     )
-    sums.inputs.mul_(of_inputs)
+    moment_of_inputs, moment_of_outputs = sums.moments
+    moment_of_inputs.mul_(of_inputs)
     if scale is not None:
-        outputs = sums.outputs.values
+        outputs = moment_of_outputs.values
         quadratic = [outputs] if sums.squares is None else [outputs, sums.squares]
         torch._foreach_mul_(quadratic, scale.to(outputs) ** 2)  # first: it only shrinks
-    sums.outputs.mul_(of_outputs)
+    moment_of_outputs.mul_(of_outputs)
     if sums.squares is not None:
         sums.squares.mul_(square_scale(examples=sums.examples, reduction=reduction, ranks=ranks))
 
@@ -52,7 +53,7 @@ def renew(
         for block, sums in some:
             state[block.weight]  # exists from now on
             own = block.state_in(state)
-            block.curvature.absorb(own, sums.inputs, sums.outputs, decay)
+            block.curvature.absorb(own, *sums.moments, decay)
             if sums.squares is not None:
                 block.curvature.absorb_squares(own, sums.squares, decay)
             job = RefreshJob(own, block.shape, options[block.weight]["damping"], uses)
@@ -79,11 +80,11 @@ def _rounds(fresh: Fresh) -> Iterator[Fresh]:
         yield some
 
 
-def _restart(failed: list[Block], fresh: Mapping[Block, FactorSums], state: State) -> None:
+def _restart(failed: list[Block], fresh: Mapping[Block, Statistics], state: State) -> None:
     """Start moving averages anew that hold something not finite, which would never fade."""
     for block in failed:
-        sums = fresh[block]
-        batch = {"input_factor": sums.inputs.values, "output_factor": sums.outputs.values}
+        inputs, outputs = fresh[block].moments
+        batch = {"input_factor": inputs.values, "output_factor": outputs.values}
         own = block.state_in(state)
         if not bool(all_finite([own[key] for key in batch])):
             own.update({key: values.clone() for key, values in batch.items()})

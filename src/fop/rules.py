@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from fop.moments import factor_dtype
+from fop.capture import factor_dtype
 from fop.scaling import Number
 
 Group = Mapping[str, Any]

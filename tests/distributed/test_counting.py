@@ -69,7 +69,7 @@ def a_rank_with_one_example(rank: Rank) -> None:
         found, optimizer = trained(rank, RowOfPositions, sizes, wrapped=wrapped)
         [places] = [b for b in optimizer._engine.blocks if b.name == "places"]
         assert (places.capture.mismatch is None) is (rank.index == 0)
-        assert places.capture.given_up
+        assert places.capture.disabled
         assert_same(found, expected, 1e-9)
 
 
@@ -105,7 +105,7 @@ def a_call_that_fits_no_more_on_one_rank(rank: Rank) -> None:
                 if step == 3 and build is fop.FOP and optimizer._exchange.owns(block):
                     assert float(optimizer._engine.coefficients["last"].beta) == 0.0
                 # With KFAC nothing is captured on a plain step, so nothing is amiss.
-                assert block.capture.given_up is (build is fop.FOP and step >= 4)
+                assert block.capture.disabled is (build is fop.FOP and step >= 4)
             flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
             first = flat.clone()
             torch.distributed.broadcast(first, 0)

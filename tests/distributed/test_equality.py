@@ -193,7 +193,7 @@ def a_layer_that_is_given_up(rank: Rank) -> None:
     expected, _ = alone(rank, fop.FOP, sizes(rank), make=make)
     for wrapped in DDP:
         found, optimizer = together(rank, fop.FOP, sizes(rank), make=make, wrapped=wrapped)
-        assert optimizer._engine.blocks[0].capture.given_up
+        assert optimizer._engine.blocks[0].capture.disabled
         assert_same(found, expected)
 
 
@@ -231,7 +231,7 @@ def a_layer_that_one_rank_disables(rank: Rank) -> None:
             x, y = batches(sizes(rank), seed=step)[rank.index]
             cross_entropy(module(x), y).backward()
             optimizer.step()
-        assert [b.name for b in optimizer._engine.blocks if b.capture.given_up] == ["last"]
+        assert [b.name for b in optimizer._engine.blocks if b.capture.disabled] == ["last"]
         mine = torch.cat([p.detach().flatten() for p in model.parameters()])
         largest = mine.clone()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
@@ -351,8 +351,9 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
             (cross_entropy(expected(x, index % 2 == 0), y) / rank.ranks).backward()
         if rank.ranks > 1:
             # Alternate passes of layer b are not those of the others.
-            captured = reference._engine.blocks[1].capture.captured
-            captured.signed, captured.examples = None, [4 * ((rank.ranks + 1) // 2), 0]
+            statistics = reference._engine.blocks[1].capture.statistics
+            statistics.difference = None
+            statistics.first, statistics.second = 4 * ((rank.ranks + 1) // 2), 0
         reference._engine.notices._said.add("no halves")
         reference.step()
     for wrapped in DDP:

@@ -162,7 +162,7 @@ def a_nan_only_in_the_curvature_makes_all_skip(rank: Rank) -> None:
     x, y = batches([4] * rank.ranks)[rank.index]
     cross_entropy(model(x), y).backward()
     if rank.index == 0:
-        optimizer._engine.blocks[0].capture.sums.inputs.values.fill_(math.nan)
+        optimizer._engine.blocks[0].capture.statistics.inputs.values.fill_(math.nan)
     optimizer.step()
     assert same(snapshot(model), before)
     assert all("input_factor" not in optimizer.state[b.weight] for b in optimizer._engine.blocks)
@@ -207,7 +207,7 @@ def an_error_on_one_rank_reaches_all(rank: Rank) -> None:
         cross_entropy(model(x), y).backward()
         if rank.index == 1:
             optimizer._engine.blocks[0].weight.grad = None
-            optimizer._engine.blocks[0].capture.replaced = True
+            optimizer._engine.blocks[0].capture.seen.replaced = True
             raises(RuntimeError, "layer 'first' was replaced", optimizer.step)
         else:
             raises(RuntimeError, "1 of", optimizer.step)

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fop.capture import Eigenbasis
 from fop.entries import AnyEntry, Entry
 from fop.linalg import Factor
 from fop.projection import Metric
-from fop.squares import Eigenbasis
 
 # By how much a batch may exceed what is usual before it counts for less. Batches of ordinary
 # training differ by less, and with the usual decay of 0.95 a bounded one adds half of the average.

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from fop.capture import Eigenbasis
 from fop.curvature.base import CurvatureState, RefreshJob, averaged, moving_average
 from fop.curvature.kronecker import EigenKronecker, EigenMetric
 from fop.entries import AnyEntry, Entry
 from fop.projection import Metric
-from fop.squares import Eigenbasis
 
 
 class EigenCorrected(EigenKronecker):

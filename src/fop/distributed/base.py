@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from fop.block import Block
-from fop.capture import CapturePlan
-from fop.moments import FactorSums
+from fop.capture import CapturePlan, Statistics
 from fop.scaling import LossScale, Number
 
 Parts = Sequence[Tensor]  # a layer's, of the weight and the bias
@@ -54,18 +53,18 @@ class Counts:
     @staticmethod
     def of(block: Block) -> Counts:
         capture = block.capture
-        first, second = (NO_HALVES, 0.0) if capture.foreign else capture.examples
-        sums = capture.sums
+        first, second = (NO_HALVES, 0.0) if capture.seen.foreign else capture.half_sizes
+        statistics = capture.statistics
         return Counts(
             first,
             second,
-            examples=0 if sums is None else sums.examples,
-            rows=0 if sums is None else sums.rows,
-            passes=0 if sums is None else sums.passes,
-            empty=capture.saw_empty,
-            filled=capture.saw_examples,
+            examples=statistics.examples,
+            rows=statistics.rows,
+            passes=statistics.passes,
+            empty=capture.seen.empty,
+            filled=capture.seen.examples,
             gradients=block.weight.grad is not None,
-            misfits=capture.misfit is not None,
+            misfits=capture.unsupported is not None,
             mismatches=capture.mismatch is not None,
         )
 
@@ -126,7 +125,7 @@ class Gathered(Protocol):
         """What `signed` is still to be multiplied with."""
         ...
 
-    def sums(self, block: Block, counts: Counts) -> FactorSums: ...
+    def sums(self, block: Block, counts: Counts) -> Statistics: ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fop.block import Block
-from fop.capture import CapturePlan
+from fop.capture import CapturePlan, Statistics
 from fop.distributed.base import (
     Counts,
     Gathered,
@@ -21,7 +21,6 @@ from fop.distributed.base import (
     Totals,
     Verdict,
 )
-from fop.moments import FactorSums
 from fop.scaling import LossScale
 
 
@@ -32,7 +31,7 @@ class _OwnTotals:
     @property
     def healthy(self) -> Tensor:
         captures = [block.capture for block in self.report.blocks]
-        empty = any(c.saw_empty for c in captures) and not any(c.saw_examples for c in captures)
+        empty = any(c.seen.empty for c in captures) and not any(c.seen.examples for c in captures)
         return self.report.healthy.logical_and(self.report.healthy.new_tensor(not empty))
 
     def taking_part(self) -> tuple[list[Block], list[Tensor]]:
@@ -60,19 +59,17 @@ class _AtHand:
         return {p: p.grad for p in parameters if p.grad is not None}
 
     def signed(self, block: Block) -> Sequence[Tensor] | None:
-        return block.capture.signed
+        return block.capture.difference
 
     def examples(self, block: Block) -> tuple[int, int]:
-        first, second = (0, 0) if block.capture.mismatch else block.capture.examples
+        first, second = (0, 0) if block.capture.mismatch else block.capture.half_sizes
         return first, second
 
     def rescaling(self, block: Block) -> Tensor:
         return block.rescaling(self.loss_scale)
 
-    def sums(self, block: Block, counts: Counts) -> FactorSums:
-        sums = block.capture.sums
-        assert sums is not None
-        return sums
+    def sums(self, block: Block, counts: Counts) -> Statistics:
+        return block.capture.statistics
 
 
 class Local:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fop.block import Block
+from fop.capture import Statistics
 from fop.distributed.base import Counts, Request
 from fop.distributed.comm import Comm, Handle
 from fop.distributed.packing import Bucket, Parcel
 from fop.distributed.totals import SummedTotals
-from fop.moments import FactorSums
 from fop.scaling import Number
 from fop.shards import local
 
@@ -110,27 +110,27 @@ class Arrived:
         # The gradient is the same on all ranks, and so is what was done to it.
         return block.rescaling(self._request.loss_scale) if self._averaged else None
 
-    def sums(self, block: Block, counts: Counts) -> FactorSums:
+    def sums(self, block: Block, counts: Counts) -> Statistics:
         inputs, outputs, *squares = self._open("curvature")[block]
-        forms = block.capture.sum_forms
-        return FactorSums(
-            forms.inputs.unpack(inputs),
-            forms.outputs.unpack(outputs),
-            int(counts.examples),
-            int(counts.rows),
-            int(counts.passes),
+        forms = block.capture.forms
+        return Statistics(
+            inputs=forms.inputs.unpack(inputs),
+            outputs=forms.outputs.unpack(outputs),
             squares=squares[0].clone() if squares else None,
+            examples=int(counts.examples),
+            rows=int(counts.rows),
+            passes=int(counts.passes),
         )
 
 
 def sum_parcel(block: Block, owner: int) -> Parcel:
-    forms, squares = block.capture.sum_forms, block.capture.square_shapes
+    forms, squares = block.capture.forms, block.capture.square_shapes
     shapes = (forms.inputs.message_shape, forms.outputs.message_shape, *squares)
     return Parcel(block, owner, shapes, forms.dtype, block.weight.device)
 
 
 def gradient_parcel(block: Block, owner: int, dtype: torch.dtype | None = None) -> Parcel:
-    shapes = tuple(tuple(part.shape) for part in block.parts(block.wholes))
+    shapes = tuple(tuple(part.shape) for part in block.slices)
     weight = block.weight
     return Parcel(block, owner, shapes, dtype or weight.dtype, weight.device)
 

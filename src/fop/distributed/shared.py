@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fop.block import Block
-from fop.capture import CapturePlan, LayerCapture
+from fop.capture import CapturePlan, Recorder
 from fop.distributed.base import Gathered, Parts, Report, Request, Totals, Verdict
 from fop.distributed.comm import Comm, Handle
 from fop.distributed.mail import (
@@ -44,7 +44,7 @@ from fop.distributed.placement import Work, cost, place
 from fop.distributed.totals import SummedTotals
 from fop.linalg import on_host
 from fop.scaling import LossScale
-from fop.shards import is_sharded, local, padded
+from fop.shards import local
 
 # With other ranks, where they may wait elsewhere for this one: much less than usual time-outs.
 PATIENCE = timedelta(seconds=120)
@@ -72,7 +72,7 @@ class Shared:
         self._sharded = sharded
         self._averaged = sharded or wrapper is not None
         self._owners: dict[Block, int] = {}
-        self._by_capture: dict[LayerCapture, Block] = {}
+        self._by_capture: dict[Recorder, Block] = {}
         self._plan: CapturePlan | None = None
         self._loss_scale: LossScale | None = None
         self._outbox: Outbox | None = None
@@ -108,7 +108,7 @@ class Shared:
 
     # ---- during backward passes
 
-    def _layer_complete(self, capture: LayerCapture) -> None:
+    def _layer_complete(self, capture: Recorder) -> None:
         if self._outbox is not None:
             if self._outbox.closed:
                 # A loop that synchronises every micro-batch: from now on, step() sends, and once.
@@ -131,7 +131,7 @@ class Shared:
         """Of all trained layers, whether this rank uses them or not: the same on all ranks."""
         assert self._plan is not None
         trained = [block for block in self._owners if self.trained([block.weight])]
-        backwards = [block for block in reversed(trained) if not block.capture.given_up]
+        backwards = [block for block in reversed(trained) if not block.capture.disabled]
         channels = []
         due = [block for block in backwards if block.capture.refresh_due]
         if self._plan.curvature and due:
@@ -146,7 +146,7 @@ class Shared:
         return Outbox(self.comm, trained, channels)
 
     def _pack_difference(self, block: Block, places: list[Tensor]) -> None:
-        signed = block.capture.signed
+        signed = block.capture.difference
         for number, place_ in enumerate(places):
             copy_or_zero(None if signed is None else signed[number], place_)
             if signed is not None and not self._averaged:
@@ -296,7 +296,7 @@ class Shared:
 
 
 def _work_of(block: Block) -> Work:
-    forms = block.capture.sum_forms
+    forms = block.capture.forms
     rows, columns = block.shape
     return Work(
         rows=rows,
@@ -308,24 +308,21 @@ def _work_of(block: Block) -> Work:
 
 
 def _pack_sums(block: Block, places: list[Tensor]) -> None:
-    sums = block.capture.sums
-    if sums is None:  # this rank did not use the layer
+    statistics = block.capture.statistics
+    if not block.capture.has_moments:  # this rank did not use the layer
         for place_ in places:
             place_.zero_()
     else:
-        sums.inputs.pack(places[0])
-        sums.outputs.pack(places[1])
-        if sums.squares is not None:
-            places[2].copy_(sums.squares)
+        for moment, place_ in zip(statistics.moments, places, strict=False):
+            moment.pack(place_)
+        if statistics.squares is not None:
+            places[2].copy_(statistics.squares)
 
 
 def _pack_gradients(block: Block, places: list[Tensor]) -> None:
-    for number, (parameter, place_) in enumerate(zip(block.parameters, places, strict=True)):
-        part = block.layer.own_bias if number else block.layer.own_weight
-        grad = parameter.grad
-        if grad is not None and is_sharded(grad):
-            grad = padded(parameter, local(grad))
-        copy_or_zero(None if grad is None else part(grad), place_)
+    for part, place_ in zip(block.slices, places, strict=True):
+        grad = part.parameter.grad
+        copy_or_zero(None if grad is None else part.padded(local(grad)), place_)
 
 
 def _pack_gradient(parameter: Tensor, places: list[Tensor]) -> None:

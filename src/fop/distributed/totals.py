@@ -41,8 +41,8 @@ class SummedTotals:
         }
         numbers += [0.0] * (2 * len(self._norms))
         captures = [block.capture for block in report.blocks]
-        empty = any(c.saw_empty for c in captures)
-        filled = any(c.saw_examples for c in captures)
+        empty = any(c.seen.empty for c in captures)
+        filled = any(c.seen.examples for c in captures)
         sick, problem = 0.0, float(report.problem is not None)
         self._vector = torch.tensor(
             [*numbers, empty, filled, not report.gradients, problem, sick],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from fop.layers.linear import LinearLayer
 
@@ -31,14 +31,8 @@ class ProjectionLayer(LinearLayer):
             index, width = IN_ROLES.index(role), module.embed_dim
             rows = slice(index * width, (index + 1) * width)
         packed = module._qkv_same_embed_dim and role != "out_proj"
-        self._weight_rows, self._bias_rows = (rows if packed else everything), rows
+        self.weight_rows, self.bias_rows = (rows if packed else everything), rows
         self.state_prefix = f"{role}." if packed else ""
-
-    def own_weight(self, tensor: Tensor) -> Tensor:
-        return tensor[self._weight_rows]
-
-    def own_bias(self, tensor: Tensor) -> Tensor:
-        return tensor[self._bias_rows]
 
 
 def has_own_forward(module: nn.MultiheadAttention) -> bool:

@@ -20,6 +20,13 @@ import torch
 from torch import Tensor, nn
 
 
+class Shaped(Protocol):
+    """A tensor, or a slice of a parameter: what is asked for its sizes only."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
 class Gram(Protocol):
     """Where a layer leaves the sum of r r^T over its input rows r: [groups, i, i], symmetric."""
 
@@ -47,6 +54,8 @@ class Layer(ABC):
     indexed: bool = False  # inputs are indices that stand for one-hot rows
     observed: bool = False  # autograd's own backward stays; only `example_gradients` are taken
     bias_column: bool = True  # the bias is the matrix's last column, for a constant input 1
+    weight_rows: slice = slice(None)  # of the parameter that holds its weight
+    bias_rows: slice = slice(None)
     state_prefix: str = ""  # before the names of its state, where layers share a weight's rows
 
     @abstractmethod
@@ -115,15 +124,7 @@ class Layer(ABC):
     def output_rows(self, grad: Tensor) -> Tensor:
         """[n, groups, s, o]"""
 
-    def own_weight(self, tensor: Tensor) -> Tensor:
-        """A view of this layer's part of a tensor shaped like the parameter with its weight."""
-        return tensor
-
-    def own_bias(self, tensor: Tensor) -> Tensor:
-        """The same of the parameter with its bias."""
-        return tensor
-
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""
         rows = weight.shape[0] // self.groups
         return rows, weight.shape[1:].numel() + has_bias
@@ -136,7 +137,7 @@ class Layer(ABC):
             return matrix
         return torch.cat([matrix, bias.reshape(self.groups, outputs, 1)], dim=2)
 
-    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
         """The inverse of `to_matrix`: tensors shaped like the weight and, if given, the bias."""
         if bias is None:
             return [matrix.reshape(weight.shape)]

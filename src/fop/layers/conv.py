@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Gram, Layer
+from fop.layers.base import Gram, Layer, Shaped
 from fop.layers.patches import Patches, Sizes
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -170,7 +170,7 @@ class ConvTransposeLayer(_AnyConvolution):
 
     # The weight is [inputs, outputs of a group, *kernel].
 
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
         inputs = weight.shape[0] // self.groups
         return weight.shape[1], inputs * math.prod(self.kernel) + has_bias
 
@@ -179,9 +179,9 @@ class ConvTransposeLayer(_AnyConvolution):
         mirrored = grouped.flip(*range(3, grouped.dim()))
         return super().to_matrix(mirrored.flatten(0, 1), bias)
 
-    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        outputs = weight.shape[1]
-        shape = (self.groups * outputs, weight.shape[0] // self.groups, *self.kernel)
-        mirrored, *of_bias = super().from_matrix(matrix, weight.new_empty(shape), bias)
-        grouped = mirrored.flip(*range(2, mirrored.dim())).unflatten(0, (self.groups, outputs))
-        return [grouped.transpose(1, 2).reshape(weight.shape), *of_bias]
+    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
+        columns = matrix if bias is None else matrix[..., :-1]
+        mirrored = columns.reshape(self.groups, weight.shape[1], -1, *self.kernel)
+        grouped = mirrored.flip(*range(3, mirrored.dim()))
+        of_weight = grouped.transpose(1, 2).reshape(weight.shape)
+        return [of_weight] if bias is None else [of_weight, matrix[..., -1].reshape(bias.shape)]

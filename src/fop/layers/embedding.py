@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer
+from fop.layers.base import Layer, Shaped
 
 
 class EmbeddingLayer(Layer):
@@ -62,11 +62,11 @@ class EmbeddingLayer(Layer):
     def output_rows(self, grad: Tensor) -> Tensor:
         return grad.reshape(grad.shape[0], 1, -1, grad.shape[-1])
 
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
         return weight.shape[1], weight.shape[0]
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.t().unsqueeze(0)
 
-    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
         return [matrix.squeeze(0).t()]

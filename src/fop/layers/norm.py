@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fop.layers.base import Layer
+from fop.layers.base import Layer, Shaped
 
 
 class NormLayer(Layer):
@@ -89,14 +89,14 @@ class NormLayer(Layer):
     def output_rows(self, grad: Tensor) -> Tensor:
         return grad.unsqueeze(2)
 
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
+    def matrix_shape(self, weight: Shaped, has_bias: bool) -> tuple[int, int]:
         return (2 if has_bias else 1), 1
 
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         parts = [weight.reshape(-1)] if bias is None else [weight.reshape(-1), bias.reshape(-1)]
         return torch.stack(parts, dim=-1).unsqueeze(-1)
 
-    def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    def from_matrix(self, matrix: Tensor, weight: Shaped, bias: Shaped | None) -> list[Tensor]:
         parts = [matrix[:, 0, 0].reshape(weight.shape)]
         return parts if bias is None else [*parts, matrix[:, 1, 0].reshape(bias.shape)]
 
