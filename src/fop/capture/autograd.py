@@ -1,15 +1,13 @@
 """The custom backward of a layer, and the hooks that put it there.
 
 A forward hook replaces the graph of a module's output by `RecordedCall`, an autograd function with
-the same values that owns the layer's backward. It computes the weight gradient as two half-batch
-products, which together cost what the one full product costs, hands their sum on as the ordinary
-gradient, and keeps their difference. No module is patched and nothing is computed twice.
+the same values that owns the layer's backward: it computes the weight gradient by half-batches
+(passes.py). No module is patched and nothing is computed twice.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fop._torch import innermost_transform
 from fop.capture.examples import TRANSPOSED, Layout
+from fop.capture.passes import Call, record
 from fop.capture.plan import CapturePlan, RecordingHook
 from fop.capture.recorder import Recorder
 from fop.capture.verify import VerifiedAdapter
@@ -52,14 +51,15 @@ class RecordedCall(torch.autograd.Function):
         # Like the operation itself, the backward runs in the precision of the output, whatever
         # autocast is about.
         with torch.autocast(grad.device.type, enabled=False):
-            inputs, outputs = adapter.batched(adapter.cast(x, grad.dtype), grad)
+            prepared = x if x.dtype == grad.dtype else adapter.cast(x, grad.dtype)
+            inputs, outputs = adapter.batched(prepared, grad)
             weights = weight.to(grad.dtype)
             of_input = None
             if needs_input:
                 of_input = adapter.input_gradient(outputs, inputs, weights)
                 of_input = of_input.reshape(x.shape).to(x.dtype)
-            call = _Call(adapter, inputs, outputs, weights, weight.dtype, needs_weight, needs_bias)
-            gradients = call.record(_active(ctx.recorder), curvature=ctx.curvature)
+            call = Call(adapter, inputs, outputs, weights, weight.dtype, needs_weight, needs_bias)
+            gradients = record(ctx.recorder(), call, curvature=ctx.curvature)
         of_weight = gradients[0] if gradients and needs_weight else None
         of_bias = gradients[-1] if gradients and needs_bias else None
         return of_input, of_weight, of_bias, None, None, None, None
@@ -83,92 +83,15 @@ class AutogradCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        recorder = _active(ctx.recorder)
-        if recorder is not None:
+        recorder = ctx.recorder()  # None once the optimizer is gone
+        if recorder is not None and not recorder.inactive:
             with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
                 weight, has_bias = recorder.in_graph, recorder.bias_slice is not None
                 (x,) = ctx.saved_tensors
                 rows = ctx.adapter.example_gradients(x, grad, ctx.statistics, has_bias)
-                call = _Call(ctx.adapter, rows, rows, weight, weight.dtype, True, has_bias)
-                call.record(recorder, curvature=True)
+                call = Call(ctx.adapter, rows, rows, weight, weight.dtype, True, has_bias)
+                record(recorder, call, curvature=True)
         return grad, None, None, None, None
-
-
-def _active(reference: weakref.ref[Recorder]) -> Recorder | None:
-    """None once the optimizer is gone, or the layer is left to autograd."""
-    recorder = reference()
-    return recorder if recorder is not None and not recorder.inactive else None
-
-
-@dataclass
-class _Call:
-    """What one call gives its parameters, for all of its examples or a slice of them."""
-
-    adapter: Layer
-    inputs: Tensor  # examples in dimension 0
-    outputs: Tensor  # their gradients
-    weights: Tensor  # in the precision of the outputs
-    dtype: torch.dtype  # of the parameters
-    needs_weight: bool
-    needs_bias: bool
-
-    def record(self, recorder: Recorder | None, *, curvature: bool) -> list[Tensor]:
-        """The parameter gradients, leaving with the recorder what it wants of the call.
-
-        An extra pass for the Fisher is about second moments alone: no gradients.
-        """
-        if recorder is None:
-            return self.gradients()
-        plan, gradients = recorder.plan, []
-        if plan.extra_pass_of is None:
-            gradients = self._half_batches(recorder)
-            if recorder.wants_moments and not self.adapter.observed and self.needs_weight:
-                recorder.record_total(gradients[0])
-            curvature = curvature and plan.empirical
-        if curvature and recorder.wants_moments:
-            with torch.no_grad():
-                recorder.record_moments(self.adapter, self.inputs, self.outputs)
-        return gradients
-
-    def gradients(self, examples: slice = slice(None)) -> list[Tensor]:
-        inputs, outputs = self.inputs[examples], self.outputs[examples]
-        gradients = []
-        if self.needs_weight:
-            gradients.append(self.adapter.weight_gradient(outputs, inputs, self.weights))
-        if self.needs_bias:
-            gradients.append(self.adapter.bias_gradient(outputs))
-        return [gradient.to(self.dtype) for gradient in gradients]
-
-    def _half_batches(self, recorder: Recorder) -> list[Tensor]:
-        """The gradients, leaving their difference between the two half-batches."""
-        halves, n = recorder.plan.halves, len(self.inputs)
-        first = recorder.first_half(n) if halves == "samples" else n
-        # A bias that belongs to this module alone is not part of a tied layer.
-        count = 1 if recorder.bias_slice is None else 2
-        if 0 < first < n:
-            total, difference = self._sum_and_difference(first)
-            recorder.record_difference(difference[:count], first, n - first)
-            return total
-        total = self.gradients()
-        if halves != "none":
-            sign = 1 if first == n else -1
-            copies = [gradient.detach() * sign for gradient in total[:count]]
-            recorder.record_difference(copies, first, n - first)
-        return total
-
-    def _sum_and_difference(self, first: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The total gradients; and, detached, those of the first examples minus the others."""
-        one, rest = self.gradients(slice(0, first)), slice(first, None)
-        if self.needs_weight and one[0].dtype == self.outputs.dtype:
-            inputs, outputs = self.inputs[rest], self.outputs[rest]
-            total = [self.adapter._add_weight_gradient(one[0], outputs, inputs, self.weights)]
-            if self.needs_bias:
-                total.append(one[1] + self.adapter.bias_gradient(outputs))
-        else:  # sums are more precise in the parameter's type than in the one of autocast
-            total = [a + b for a, b in zip(one, self.gradients(rest), strict=True)]
-        with torch.no_grad():
-            difference = [a.detach().mul_(2).sub_(t) for a, t in zip(one, total, strict=True)]
-        return total, difference
 
 
 def record_call(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fop.capture.squares import GradientSquares
+from fop.capture.squares import Eigenbasis, GradientSquares
 from fop.capture.statistics import Statistics
 from fop.layers import Layer
 from fop.linalg import Diagonal, Factor, Form, Gram
@@ -71,10 +71,14 @@ class PassMoments:
     sharing="reduce", as for `squares`, nothing can be squared before the pass is complete.
     """
 
-    def __init__(self, forms: MomentForms, sharing: str, squares: GradientSquares | None) -> None:
+    def __init__(self, forms: MomentForms, sharing: str, basis: Eigenbasis | None) -> None:
         self._reduce = sharing == "reduce"
         self._forms = forms
-        self._squares = squares
+        self._squares = None
+        if basis is not None:
+            self._squares = GradientSquares(
+                basis, forms.inputs.width, forms.dtype, has_bias=forms.has_bias
+            )
         self._found = Statistics(passes=1)
         # "reduce" only: per-example sums over positions, [n, groups, features].
         self._input_total: Tensor | None = None

@@ -5,18 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fop._torch import at_end_of_pass, forward_hooks
 from fop.capture.examples import Examples, InertInCopies
 from fop.capture.statistics import factor_dtype
-from fop.shards import local
 
 if TYPE_CHECKING:
-    from fop.capture.recorder import Recorder
+    from fop.capture.passes import PassRecorder
 
 
 @dataclass
@@ -49,12 +48,12 @@ class PassEnds:
     """Acts at the very end of backward passes that reached `p.grad` of recorded layers."""
 
     def __init__(self) -> None:
-        self._committed: dict[int, list[Recorder]] = {}  # by pass; they may be nested
-        # For messages that leave while the pass is still running.
-        self.on_commit: Callable[[Recorder], None] | None = None
+        self._committed: dict[int, list[PassRecorder]] = {}  # by pass; they may be nested
+        # Called with the recorder, for messages that leave while the pass is still running.
+        self.on_commit: Callable[[Any], None] | None = None
         self.on_end: Callable[[], None] | None = None
 
-    def note(self, recorder: Recorder, task: int) -> None:
+    def note(self, recorder: PassRecorder, task: int) -> None:
         """A layer's part of the running pass has reached `p.grad`."""
         if task not in self._committed:
             self._committed[task] = []
@@ -70,15 +69,16 @@ class PassEnds:
         self._committed.clear()
 
     def _finish(self, task: int) -> None:
-        by_dtype: dict[torch.dtype, list[Recorder]] = {}
+        by_dtype: dict[torch.dtype, list[tuple[PassRecorder, Tensor]]] = {}
         for recorder in self._committed.pop(task, []):
-            if recorder.end_pass():
-                by_dtype.setdefault(recorder.weight.dtype, []).append(recorder)
+            grad = recorder.end_pass()
+            if grad is not None:
+                by_dtype.setdefault(grad.dtype, []).append((recorder, grad))
         with torch.no_grad():
-            for dtype, recorders in by_dtype.items():
-                gradients = [local(r.weight.grad) for r in recorders if r.weight.grad is not None]
+            for dtype, pairs in by_dtype.items():
+                gradients = [grad for _, grad in pairs]
                 norms = torch._foreach_norm(gradients, 2, dtype=factor_dtype(dtype))
-                for recorder, norm in zip(recorders, norms, strict=True):
+                for (recorder, _), norm in zip(pairs, norms, strict=True):
                     recorder.see_gradient(norm)
         if self.on_end is not None:
             self.on_end()

@@ -1,9 +1,4 @@
-"""What backward passes leave behind for one layer, and when.
-
-What is recorded counts only once it has reached `p.grad`: it is held back until the weight's
-gradient is accumulated. So gradients that a user takes for another purpose (`torch.autograd.grad`
-of an input, say) leave no trace. From then on it belongs to that `p.grad`, see belongs.py.
-"""
+"""What backward passes leave behind for one layer, as calls and steps ask for it."""
 
 from __future__ import annotations
 
@@ -12,92 +7,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fop._torch import current_pass, version_of
-from fop.capture.belongs import Belonging, GradientRecord, Seen, norm_of
-from fop.capture.moments import MomentForms, PassMoments
-from fop.capture.plan import CapturePlan
-from fop.capture.squares import Eigenbasis, GradientSquares
-from fop.capture.statistics import Statistics, factor_dtype
+from fop.capture.belongs import GradientRecord, Seen, norm_of
+from fop.capture.passes import PassRecorder
+from fop.capture.statistics import Statistics
 from fop.layers import Layer
-from fop.linalg import Form
-from fop.shards import is_sharded
-from fop.slices import ParameterSlice
+from fop.shards import is_sharded, local
 
 
-class Recorder(Belonging):
+class Recorder(PassRecorder):
     """Records one layer. A step uses up the moments; the rest goes when gradients are zeroed."""
 
-    def __init__(
-        self,
-        adapter: Layer,
-        weight: ParameterSlice,
-        bias: ParameterSlice | None,
-        plan: CapturePlan,
-    ) -> None:
-        super().__init__(weight, bias, plan)
-        self.adapter = adapter
-        # FSDP2 runs a module with a gathered parameter in the place of the shard.
-        self.unsharded: nn.Parameter | None = None
-        self.on_unsharded: Callable[[nn.Parameter], None] | None = None
-        self.refresh_due = True  # on the next step; the engine decides
-        self.curvature_shape: tuple[int, int] | None = None  # of the layer's metric, if any
-        self.basis: Eigenbasis | None = None  # where squares of gradients are wanted (EKFAC)
-        self.disabled = False  # the fallback optimizer trains the layer, on all ranks
-        self.unsupported: str | None = None  # why this rank left the layer to autograd
-        # Rows of a call that belong to no single example, and examples of its batch. Ranks agree on
-        # what becomes of the layer when they next read counts.
-        self.mismatch: tuple[int, int] | None = None
-        self._unaccounted: Tensor | None = None  # share of p.grad that no call accounts for
-        # A user's compiled training step is not to be compiled into this.
-        self._record_moments = torch.compiler.disable(_record_moments)
+    # FSDP2 runs a module with a gathered parameter in the place of the shard.
+    unsharded: nn.Parameter | None = None
+    on_unsharded: Callable[[nn.Parameter], None] | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the layer's matrix, as trained at present."""
-        return self._shape(self.bias_slice is not None)
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """With a trained bias and with a frozen one."""
-        has_bias = self._bias_slice is not None
-        return [self._shape(True), self._shape(False)] if has_bias else [self.shape]
-
-    def _shape(self, has_bias: bool) -> tuple[int, int]:
-        return self.adapter.matrix_shape(self.weight_slice, has_bias)
-
-    @property
-    def forms(self) -> MomentForms:
-        """What the moments look like; also without any."""
-        widest, adapter = self.plan.max_factor_size, self.adapter
-        rows, columns = self.shape
-        return MomentForms(
-            dtype=factor_dtype(self.weight.dtype),
-            has_bias=self.bias_slice is not None and adapter.bias_column,
-            inputs=Form(adapter.groups, columns, diagonal=adapter.indexed or columns > widest),
-            outputs=Form(adapter.groups, rows, diagonal=rows > widest),
-        )
-
-    @property
-    def square_shapes(self) -> list[tuple[int, ...]]:
-        """Of the sum of squares; none if it is not wanted."""
-        wanted = self.basis is not None and self.curvature_shape == self.shape
-        return [(self.adapter.groups, *self.shape)] if wanted else []
-
-    # ---- what is wanted
-
-    @property
-    def wants_moments(self) -> bool:
-        """When curvature is due, or the layer has none that fits it (yet, or after unfreezing)."""
-        return self.plan.curvature and (self.refresh_due or self.curvature_shape != self.shape)
-
-    @property
-    def inactive(self) -> bool:
-        """Whether this rank records nothing any more; autograd alone computes the gradient."""
-        return self.disabled or self.unsupported is not None
-
-    @property
-    def _expecting(self) -> bool:
-        return not self.inactive and (self.plan.halves != "none" or self.wants_moments)
+    # ---- calls of the module
 
     def wants_call(self, current: Tensor | None, x: Tensor) -> bool:
         """Whether a call with this weight and input has to be recorded; notes what it was like."""
@@ -145,12 +69,126 @@ class Recorder(Belonging):
         """The weight that the model's calls have computed with."""
         return self.weight if self.unsharded is None else self.unsharded
 
+    # ---- what a step uses
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        bias = self.bias_slice
+        return None if bias is None else bias.parameter
+
+    @property
+    def all_parameters(self) -> list[nn.Parameter]:
+        """The weight and the bias, trained or not."""
+        bias = self._bias_slice
+        return [self.weight] if bias is None else [self.weight, bias.parameter]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """With a trained bias and with a frozen one."""
+        return self._shapes[::-1] if self._bias_slice is not None else [self.shape]
+
+    @property
+    def square_shapes(self) -> list[tuple[int, ...]]:
+        """Of the sum of squares; none if it is not wanted."""
+        wanted = self.basis is not None and self.curvature_shape == self.shape
+        return [(self.adapter.groups, *self.shape)] if wanted else []
+
+    @property
+    def record(self) -> GradientRecord | None:
+        """What belongs to `p.grad`; while a pass is running, what it has added to so far."""
+        record = self._found()
+        if record is None and self._latest is not None and self._latest.running:
+            return self._latest  # DistributedDataParallel puts views of its buckets there
+        return record
+
+    @property
+    def statistics(self) -> Statistics:
+        """All that belongs to `p.grad`; empty where nothing does.
+
+        Of the difference, `difference` and `half_sizes` tell what a step can use.
+        """
+        record = self.record
+        return Statistics() if record is None else record.statistics
+
+    @property
+    def has_moments(self) -> bool:
+        return self.statistics.inputs is not None
+
+    def drop_moments(self) -> None:
+        """A step has used them up."""
+        record = self.record
+        if record is not None:
+            record.statistics = record.statistics.without_moments()
+
+    @property
+    def difference(self) -> list[Tensor] | None:
+        """H1 - H2, for the weight and a trained bias; None where that is not known of `p.grad`."""
+        record = self.record
+        if record is None or record.partial or record.statistics.difference is None:
+            return None
+        bias = self.bias_slice
+        parts = record.statistics.difference[: 1 if bias is None else 2]
+        if bias is not None and len(parts) == 1:
+            parts = [*parts, parts[0].new_zeros(bias.shape)]
+        return parts
+
+    @property
+    def half_sizes(self) -> tuple[int, int]:
+        """Examples in the two half-batches that `difference` is about."""
+        record = self.record
+        if record is None or record.partial:
+            return 0, 0
+        return record.statistics.first, record.statistics.second
+
+    def tensors(self) -> list[Tensor]:
+        """What must be finite for a step."""
+        return [*(self.difference or []), *self.statistics.bounds()]
+
+    # ---- what others do to p.grad
+
+    def gradient_norms(self) -> tuple[Tensor, Tensor]:
+        """Of `p.grad`, or this rank's rows of it: as its last backward left it, and as it is."""
+        grad, record = self.weight.grad, self.record
+        if grad is None or record is None or record.norm is None:
+            nothing = torch.zeros((), device=self.weight.device)
+            return nothing, nothing
+        return record.norm, norm_of(local(grad))
+
+    def gradient_ratio(self) -> Tensor:
+        """By how much `p.grad` was rescaled since its last backward: clipped, or unscaled.
+
+        Measured, because not all who write to gradients leave a mark: GradScaler.unscale_ does not.
+        """
+        grad, record = self.weight.grad, self.record
+        if grad is None or record is None or record.norm is None:
+            return torch.ones((), device=self.weight.device)
+        return record.ratio(grad)
+
+    def gradient_touched(self) -> bool:
+        """Whether anybody but GradScaler.unscale_ has written to `p.grad` since its backward."""
+        grad, record = self.weight.grad, self.record
+        return grad is not None and record is not None and not record.unchanged(grad)
+
+    def reset(self) -> None:
+        """Forget what belonged to `p.grad`, which is gone or zero from now on."""
+        self._running = self._latest = self._unreduced = self._unaccounted = None
+        self.seen.with_bias = None
+        grad = self.weight.grad
+        self._known = [known for known in self._known if known.may_return(grad)]
+        if grad is not None:
+            self._keep(self._new())
+
+    def forget(self) -> None:
+        """Forget everything, also of gradients that live on."""
+        self.reset()
+        self._known = []
+
     # ---- between passes
 
     def use(self, adapter: Layer) -> None:
         """Go on with an adapter of changed geometry."""
         before = self.shape
-        self.adapter = adapter
+        self._set_adapter(adapter)
         if self.shape != before:
             self.drop_moments()
 
@@ -162,10 +200,6 @@ class Recorder(Belonging):
     def take_unaccounted(self) -> Tensor | None:
         share, self._unaccounted = self._unaccounted, None
         return share
-
-    def reset(self) -> None:
-        super().reset()
-        self._unaccounted = None
 
     def begin_step(self) -> None:
         """The last step is done: what follows is for the next one."""
@@ -187,107 +221,3 @@ class Recorder(Belonging):
                 record.statistics = latest.statistics.only_moments()
             self._keep(record)
         record.follow(self.weight)
-
-    # ---- called by the hooks, during backward
-
-    def first_half(self, n: int) -> int:
-        """How many of n examples belong to half-batch 1; the odd one goes where fewer are."""
-        known = self._current().record.statistics
-        return n // 2 + (n % 2 if known.first <= known.second else 0)
-
-    def record_difference(self, gradients: list[Tensor], first: int, second: int) -> None:
-        """Keep a call's part of H1 - H2 (or, for micro-batches, of their one half-batch)."""
-        halves = self._current().halves
-        halves += Statistics(gradients)
-        # All calls of a pass are about the same examples.
-        halves.first, halves.second = max(halves.first, first), max(halves.second, second)
-
-    def record_total(self, gradient: Tensor) -> None:
-        """Keep what a call gives the weight's gradient, to compare it with what arrives there."""
-        running = self._current()
-        if running.fresh:
-            known = running.total
-            running.total = gradient.detach() if known is None else known + gradient.detach()
-
-    def record_moments(self, adapter: Layer, x: Tensor, grad: Tensor) -> None:
-        """Keep a call's second moments; of an extra pass's inputs, once."""
-        self._record_moments(self, adapter, x, grad)
-
-    def close_extra_pass(self) -> None:
-        if self._running is not None and self._running.moments is not None:
-            self._running.moments.close_outputs()
-
-    def commit(self, weight: Tensor) -> None:
-        """Called when the weight's gradient has been accumulated into `p.grad`."""
-        running, self._running = self._running, None
-        if running is None or running.task != current_pass():
-            self._commit_unknown()
-            return
-        assert weight.grad is not None
-        record = running.record
-        if record.passes == 0:
-            self.seen.gradients += 1
-        self.seen.foreign |= record.partial and self.plan.halves != "none"
-        if running.total is not None:
-            own = self.weight_slice.of(weight.grad.detach())
-            strange = norm_of(own - running.total)
-            self._unaccounted = strange / (norm_of(running.total) + strange)
-        record.passes += 1
-        if running.rescale is not None and record.statistics.difference is not None:
-            torch._foreach_mul_(record.statistics.difference, running.rescale)
-        record.statistics += self._of_half_batches(record, running.halves)
-        if running.moments is not None and not record.incomplete:
-            record.statistics += running.moments.finish()
-        record.running = True
-        self._latest = record
-        if not self.sharded:
-            self._keep(record)
-        self.plan.passes.note(self, running.task)
-
-    def _of_half_batches(self, record: GradientRecord, halves: Statistics) -> Statistics:
-        """The pass's part of H1 - H2: all of it may belong to half-batch 2."""
-        if halves.difference is None:
-            return halves
-        alternate = self.plan.halves == "microbatches" and record.passes % 2 == 0
-        if alternate or (self.plan.halves == "ranks" and self.plan.odd_rank):
-            torch._foreach_neg_(halves.difference)
-            halves.first, halves.second = halves.second, halves.first
-        if self._bias_slice is not None and not self._bias_slice.parameter.requires_grad:
-            del halves.difference[1:]
-        return halves
-
-    def _commit_unknown(self) -> None:
-        """A gradient without a recorded call: none was made, or none needed."""
-        if self.inactive or self.mismatch is not None:
-            return  # autograd computes the gradient
-        empty = self.seen.empty
-        self.seen.without_forward |= self._expecting and not empty
-        if self.sharded:
-            return
-        grad, record = self.weight.grad, self._found()
-        assert grad is not None
-        if record is not None and empty:
-            return  # nothing was added
-        # Torch has added to it once, since it was seen last.
-        if record is None or version_of(grad) - record.version > 1:
-            record = self._new()
-            self._latch_bias()
-        record.partial |= not empty
-        self._keep(record)
-
-
-def _record_moments(recorder: Recorder, adapter: Layer, x: Tensor, grad: Tensor) -> None:
-    running, plan = recorder._current(), recorder.plan
-    if running.moments is None:
-        running.moments = _new_moments(recorder)
-    with_inputs = plan.extra_pass_of is None or plan.extra_pass_first
-    running.moments.add(adapter, x, grad, with_inputs=with_inputs)
-
-
-def _new_moments(recorder: Recorder) -> PassMoments:
-    forms, squares = recorder.forms, None
-    if recorder.basis is not None and recorder.curvature_shape == recorder.shape:
-        squares = GradientSquares(
-            recorder.basis, forms.inputs.width, forms.dtype, has_bias=forms.has_bias
-        )
-    return PassMoments(forms, recorder.plan.sharing, squares)

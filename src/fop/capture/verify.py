@@ -57,7 +57,7 @@ class VerifiedAdapter:
         return None
 
     def _verified(self, module: nn.Module, x: Any, output: Any, recorder: Recorder) -> Layer:
-        adapter, code = type(self.adapter)(module), _code(module)
+        code, adapter = _code(module), type(self.adapter)(module)
         reason = adapter.refusal(module)
         if reason is not None:
             raise UnsupportedError(reason)

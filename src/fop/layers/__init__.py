@@ -1,7 +1,7 @@
 """Layer types the optimizer preconditions.
 
 A new one is a `Layer` subclass and one line in `LAYER_TYPES`, or `NORM_TYPES` for a normalisation.
-nn.MultiheadAttention is four layers in one module, and has its own way in (`fop/attention.py`).
+nn.MultiheadAttention is four layers in one module, reached in its own way (capture/attention.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def layer_for(module: nn.Module, *, norms: bool = False) -> Layer | None:
     """The adapter of a module, or None where its type is not supported.
 
     A subclass counts only if it inherits its base's forward. What else may change what a module
-    computes is found by its calls (`fop/verify.py`).
+    computes is found by its calls (`fop/capture/verify.py`).
     """
     known = supported_type(type(module))
     if known is None or type(module).forward is not known.forward:
