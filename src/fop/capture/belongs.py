@@ -32,9 +32,6 @@ class GradientRecord:
     version: int = -1
     norm: Tensor | None = None  # of a shard: of the rank's own rows
 
-    def belongs_to(self, grad: Tensor | None) -> bool:
-        return self.gradient is not None and grad is not None and self.gradient() is grad
-
     def may_return(self, grad: Tensor | None) -> bool:
         """Whether its gradient is not the present `grad`, but may be put back there.
 

@@ -165,7 +165,8 @@ class PassRecorder:
         grad = self.weight.grad
         if grad is None:
             return self._unreduced
-        return next((known for known in self._known if known.belongs_to(grad)), None)
+        found = [k for k in self._known if k.gradient is not None and k.gradient() is grad]
+        return found[0] if found else None
 
     def half_batches(self, call: Call) -> list[Tensor]:
         """The gradients of a call, leaving their difference between the two half-batches."""
@@ -320,9 +321,8 @@ class PassRecorder:
         bias = None if self._bias_slice is None else self._bias_slice.parameter
         both = [self.weight.grad, bias.grad if bias is not None and bias.requires_grad else None]
         present = [grad for grad in both if grad is not None]
-        holds = bool(present)
-        if holds and self.plan.halves != "none" and not self.sharded:
-            holds = any(bool(grad.any()) for grad in present)
+        unread = self.plan.halves == "none" or self.sharded
+        holds = any(unread or bool(grad.any()) for grad in present)
         record = self._new(partial=holds)
         # Without the passes of this step that were lost, statistics can't be scaled.
         record.incomplete = holds and self.seen.gradients > 0
