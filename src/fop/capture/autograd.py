@@ -258,15 +258,17 @@ def hook_gradient(recorder: Recorder) -> RemovableHandle | RemovableHandles:
         if alive is not None:
             alive.commit(weight)
 
+    # A compiled training step would trace it, down to the engine's own methods.
+    hook = torch.compiler.disable(commit)
     if recorder.sharded:
         handles = RemovableHandles()
         recorder.on_unsharded = lambda gathered: handles.add(
-            gathered.register_post_accumulate_grad_hook(commit)
+            gathered.register_post_accumulate_grad_hook(hook)
         )
         return handles
     weight, trained = recorder.weight, recorder.weight.requires_grad
     # Torch takes such a hook only while a parameter is trained; a frozen one may be trained later.
     weight.requires_grad_(True)
-    handle: RemovableHandle = weight.register_post_accumulate_grad_hook(commit)
+    handle: RemovableHandle = weight.register_post_accumulate_grad_hook(hook)
     weight.requires_grad_(trained)
     return handle
