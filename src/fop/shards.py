@@ -26,13 +26,6 @@ def local(tensor: Any) -> Tensor:
     return shard
 
 
-def stand_in(parameter: Tensor) -> Tensor:
-    """Something with the whole parameter's shape, to ask for shapes; taking rows costs nothing."""
-    if not is_sharded(parameter):
-        return parameter
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-
-
 def own_rows(parameter: Any) -> slice:
     """Of the whole parameter, the rows that this rank has."""
     if not is_sharded(parameter):
