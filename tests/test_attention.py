@@ -474,7 +474,7 @@ def test_evaluation_and_no_grad_are_torchs_own() -> None:
         attention = watched.layers[0].self_attn
         expected = plain.layers[0].self_attn(x, x, x)
         assert same(attention(x, x, x), expected)
-    assert not any(block.recorder.saw_examples for block in optimizer._engine.layers)
+    assert not any(block.recorder.seen.examples for block in optimizer._engine.layers)
 
 
 # ---- loops
@@ -509,9 +509,9 @@ def test_a_copy_of_the_model_is_not_watched(how: str) -> None:
         torch.save(model, buffer)
         buffer.seek(0)
         twin = torch.load(buffer, weights_only=False)
-    examples = [list(block.recorder.examples) for block in optimizer._engine.layers]
+    examples = [list(block.recorder.half_sizes) for block in optimizer._engine.layers]
     cross_entropy(twin(tokens()[0]), tokens()[1], "mean").backward()
-    assert [list(block.recorder.examples) for block in optimizer._engine.layers] == examples
+    assert [list(block.recorder.half_sizes) for block in optimizer._engine.layers] == examples
     fop.FOP(twin)
     train(model, optimizer, [tokens()])  # the twin's was not taken over from this one
 

@@ -123,8 +123,8 @@ def test_half_batch_gradients_are_those_of_the_two_halves(kind: type[Miniature])
     for block in optimizer._engine.layers:
         if block.name in model.tables or "attention" in block.name:
             continue
-        assert list(block.recorder.examples) == [EXAMPLES // 2, EXAMPLES // 2]
-        for key, signed in zip(("weight", "bias"), block.recorder.signed or (), strict=False):
+        assert list(block.recorder.half_sizes) == [EXAMPLES // 2, EXAMPLES // 2]
+        for key, signed in zip(("weight", "bias"), block.recorder.difference or (), strict=False):
             name = f"{block.name}.{key}"
             assert distance([signed], [halves[0][name] - halves[1][name]]) < 1e-12
             checked += 1
@@ -389,7 +389,7 @@ def test_a_layer_with_a_call_that_fits_no_more_is_not_projected() -> None:
         assert named == ([True] if step == 3 else [])
         if step <= 3:
             assert (fop.diagnostics(optimizer, "last")["last"]["beta"] == 0) is (step == 3)
-        assert optimizer._engine.layers[1].recorder.given_up is (step >= 4)
+        assert optimizer._engine.layers[1].recorder.disabled is (step >= 4)
 
 
 def test_position_embeddings_are_named_at_info_and_together(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fop
+from fop.capture.squares import Eigenbasis, GradientSquares
 from fop.curvature.ekfac import carried_over
-from fop.squares import Eigenbasis, GradientSquares
 from tests.common import distance, mlp, points, same, snapshot, train
 from tests.oracles import Reference, ReferenceOptimizer, accumulate, cross_entropy
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fop
-from fop.fisher import all_gradients, sampled_gradient
+from fop.capture.fisher import all_gradients, sampled_gradient
 from tests.common import mlp, points, same, snapshot, train
 
 OUTPUTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ class RunningSquares(Curvature):
     """M = diag(E[g^2])^1/2 + eps, of mini-batch gradients: RMSprop as a metric."""
 
     requires = Requires(gradients=True)
-    entries = {"mean_square": Entry(lambda size: [size], low=0.0)}
+    entries: ClassVar[Any] = {"mean_square": Entry(lambda size: [size], low=0.0)}
 
     def watch(self, state: CurvatureState, gradient: Tensor) -> None:
         average = state.setdefault("mean_square", torch.zeros_like(gradient))

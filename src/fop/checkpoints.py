@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fop.capture import factor_dtype
 from fop.entries import AnyEntry, Entry, Shape
-from fop.moments import factor_dtype
 from fop.settings import GROUP_CHECKS, check_group
 
 # Written into every parameter group, which is what trainers that rebuild a state_dict keep. Raised

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fop.capture import factor_dtype
 from fop.distributed import Contribution, Ranks
 from fop.layer import Layer, State
 from fop.linalg import all_finite
-from fop.moments import factor_dtype
 from fop.scaling import LossScale
 from fop.shards import local
 
@@ -106,7 +106,7 @@ def _replaced(layers: Sequence[Layer], gradients: Mapping[Tensor, Tensor]) -> Ex
     for layer in layers:
         # A frozen weight has no gradient either, and may be stood in for by functional_call.
         trained = layer.weight.requires_grad
-        if layer.recorder.replaced and trained and layer.weight not in gradients:
+        if layer.recorder.seen.replaced and trained and layer.weight not in gradients:
             return RuntimeError(
                 f"the weight of layer {layer.name!r} was replaced by another parameter after "
                 "the optimizer was built, so the new one would not be trained: build the "

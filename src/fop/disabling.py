@@ -14,7 +14,7 @@ from fop.messages import Messages
 
 def disable(layers: Iterable[Layer]) -> None:
     for layer in layers:
-        layer.recorder.given_up = True
+        layer.recorder.disabled = True
         layer.recorder.forget()
 
 
@@ -29,15 +29,16 @@ def disable_unsupported(
     found = []
     for layer in layers:
         recorder = layer.recorder
-        unsupported = recorder.misfit is not None
+        unsupported = recorder.unsupported is not None
         if ranks > 1:
             known = None if counts is None else counts.get(layer)
             unsupported = known is not None and known.unsupported > 0
-        if unsupported and not recorder.given_up:
-            recorder.misfit = recorder.misfit or "another rank found that its adapter is wrong"
+        if unsupported and not recorder.disabled:
+            reason = recorder.unsupported or "another rank found that its adapter is wrong"
+            recorder.unsupported = reason
             found.append(layer)
     disable(found)
-    messages.misfits(found)
+    messages.unsupported(found)
 
 
 def disable_uncounted(
@@ -106,4 +107,4 @@ def disable_never_called(
 
 def _excused(layer: Layer, count: Counts) -> bool:
     """Whether this step's gradient alone is without statistics."""
-    return layer.recorder.foreign or bool(count.empty and not count.filled)
+    return layer.recorder.seen.foreign or bool(count.empty and not count.filled)

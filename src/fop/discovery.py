@@ -23,6 +23,7 @@ from fop.layers import (
 )
 from fop.settings import Skip
 from fop.shards import check_shards
+from fop.slices import ParameterSlice
 
 logger = logging.getLogger("fop")
 
@@ -49,6 +50,12 @@ class FoundLayer:
     bias: nn.Parameter | None
     uses: tuple[Use, ...]
     module_name: str  # what `skip` takes; attention has several layers in one module
+
+    def slices(self) -> tuple[ParameterSlice, ParameterSlice | None]:
+        """The layer's rows of the weight and of the bias."""
+        adapter, bias = self.uses[0].adapter, self.bias
+        weight = ParameterSlice(self.weight, adapter.weight_rows)
+        return weight, None if bias is None else ParameterSlice(bias, adapter.bias_rows)
 
     def parameters(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.capture import LayerCapture
+from fop.capture import Recorder, factor_dtype
 from fop.costs import Work
 from fop.curvature.base import Curvature, CurvatureState, PrefixedState
 from fop.layers import LayerAdapter
 from fop.linalg import on_host
-from fop.moments import factor_dtype
 from fop.slices import ParameterSlice
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -29,12 +28,12 @@ Parts = Sequence[Tensor]  # of a layer: one tensor for each of its slices
 class Layer:
     name: str
     module_name: str
-    recorder: LayerCapture
+    recorder: Recorder
     curvature: Curvature
 
     @property
     def adapter(self) -> LayerAdapter:
-        return self.recorder.layer
+        return self.recorder.adapter
 
     @property
     def weight(self) -> nn.Parameter:
@@ -43,9 +42,8 @@ class Layer:
     @property
     def slices(self) -> list[ParameterSlice]:
         """Of the weight and, where it is trained, the bias."""
-        recorder = self.recorder
-        bias = None if recorder.bias is None else recorder.bias_slice
-        return [recorder.weight_slice] if bias is None else [recorder.weight_slice, bias]
+        weight, bias = self.recorder.weight_slice, self.recorder.bias_slice
+        return [weight] if bias is None else [weight, bias]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -68,7 +66,7 @@ class Layer:
         On every rank, also on those that don't keep the curvature themselves.
         """
         recorder = self.recorder
-        if recorder.given_up:
+        if recorder.disabled:
             return False
         return not recorder.plan.curvature or recorder.curvature_shape == recorder.shape
 
@@ -85,7 +83,7 @@ class Layer:
     @property
     def work(self) -> Work:
         """For the cost model."""
-        forms, (rows, columns) = self.recorder.sum_forms, self.shape
+        forms, (rows, columns) = self.recorder.forms, self.shape
         diagonal = forms.outputs.diagonal, forms.inputs.diagonal
         return Work(rows, columns, self.adapter.groups, *diagonal)
 

@@ -56,11 +56,11 @@ class Messages:
         """Of layers whose gradient is not what backward passes through them have left."""
         for layer in layers:
             recorder = layer.recorder
-            if recorder.given_up:
+            if recorder.disabled:
                 continue
-            if recorder.bypassed and layer.ready:
+            if recorder.seen.without_forward and layer.ready:
                 self._without_forward(layer)
-            elif recorder.foreign:
+            elif recorder.seen.foreign:
                 self._foreign(layer)
 
     def not_inverted(self, layers: Sequence[Layer]) -> None:
@@ -135,10 +135,10 @@ class Messages:
         self._said |= {f"{topic} {layer.name}" for layer in new}
         return new
 
-    def misfits(self, layers: Sequence[Layer]) -> None:
+    def unsupported(self, layers: Sequence[Layer]) -> None:
         """A layer is disabled once, so that this is said once of each."""
         if layers:
-            reasons = "; ".join(f"{layer.name!r}: {layer.recorder.misfit}" for layer in layers)
+            reasons = "; ".join(f"{layer.name!r}: {layer.recorder.unsupported}" for layer in layers)
             warn(
                 "some layers use the fallback optimizer, because their modules compute something "
                 "else than fop knows how to precondition. Their gradients are torch's own. List "
@@ -173,7 +173,7 @@ class Messages:
             "optimizer.zero_grad() after a pass that failed.",
         )
 
-    def unexplained(self, shares: Mapping[Layer, Tensor]) -> None:
+    def unaccounted(self, shares: Mapping[Layer, Tensor]) -> None:
         """`shares` of the layers' gradients that calls of their modules don't account for."""
         if "unexplained" in self._said or not shares:
             return
@@ -204,7 +204,7 @@ class Messages:
             self.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
 
     def no_halves(self, layers: Sequence[Layer], first: Number, second: Number) -> None:
-        named = [layer.name for layer in layers if not layer.recorder.given_up]
+        named = [layer.name for layer in layers if not layer.recorder.disabled]
         if "no halves" in self._said or not named or max(first, second) <= 0:
             return
         self._once(

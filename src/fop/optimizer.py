@@ -13,8 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fop.attention import watch_attention
-from fop.capture import LayerCapture
+from fop.capture import (
+    ExtraPass,
+    Recorder,
+    RemovableHandles,
+    hook_attention,
+    hook_batch,
+    hook_gradient,
+    hook_module,
+    hook_output,
+    take_over,
+)
 from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
 from fop.discovery import (
     FoundLayer,
@@ -24,10 +33,7 @@ from fop.discovery import (
     unwrapped,
 )
 from fop.distributed import GroupReference, describe, join_group
-from fop.examples import watch_batch
-from fop.fisher import ExtraPass, attach_output
 from fop.groups import build_groups
-from fop.hooks import RemovableHandles, take_over, watch_gradient, watch_module
 from fop.layers import ProjectionLayer
 from fop.scaling import LossScale
 from fop.settings import (
@@ -96,32 +102,32 @@ class SecondOrderOptimizer(Optimizer):
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
         self._engine_reset = torch.compiler.disable(self._engine.reset)
         handles: list[RemovableHandle | RemovableHandles] = []
-        attentions: dict[nn.Module, dict[LayerCapture, ProjectionLayer]] = {}
+        attentions: dict[nn.Module, dict[Recorder, ProjectionLayer]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
-            layer = found.uses[0].adapter
-            capture = LayerCapture(layer, found.weight, found.bias, self._engine.plan)
-            self._engine.add(found.name, found.module_name, capture)
+            recorder = Recorder(found.uses[0].adapter, *found.slices(), self._engine.plan)
+            self._engine.add(found.name, found.module_name, recorder)
             if watching:
-                handles.append(watch_gradient(capture))
+                handles.append(hook_gradient(recorder))
             for use in found.uses if watching else ():
                 if isinstance(use.adapter, ProjectionLayer):
-                    attentions.setdefault(use.module, {})[capture] = use.adapter
+                    attentions.setdefault(use.module, {})[recorder] = use.adapter
                 else:
                     how = (use.adapter, use.curvature, use.sequence_first)
-                    handles.append(watch_module(use.module, capture, *how))
+                    handles.append(hook_module(use.module, recorder, *how))
         if watching:
-            handles += watch_batch(self._model, self._engine.plan.examples)
+            handles += hook_batch(self._model, self._engine.plan.examples)
         names = {module: name for name, module in self._model.named_modules()}
-        handles += [watch_attention(m, names[m], captures) for m, captures in attentions.items()]
+        handles += [hook_attention(m, names[m], captures) for m, captures in attentions.items()]
         self._consolidated: dict[Tensor, dict[str, Any]] | None = None
         self._engine.assign()
         self._engine.adopt(self.state)
         self._extra_pass: ExtraPass | None = None
         if self._engine.plan.curvature and settings.fisher_options["name"] != "empirical":
-            captures = [layer.recorder for layer in self._engine.layers]
-            self._extra_pass = ExtraPass(self._engine.plan, captures, settings)
-            handles.append(attach_output(self._model, self._extra_pass))
+            recorders = [layer.recorder for layer in self._engine.layers]
+            options, reduction = settings.fisher_options, settings.loss_reduction
+            self._extra_pass = ExtraPass(self._engine.plan, recorders, options, reduction)
+            handles.append(hook_output(self._model, self._extra_pass))
         self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
         self._prepare()
         self._meet_trainers()
@@ -337,7 +343,7 @@ class SecondOrderOptimizer(Optimizer):
             )
 
     def __repr__(self) -> str:
-        layers = [layer for layer in self._engine.layers if not layer.recorder.given_up]
+        layers = [layer for layer in self._engine.layers if not layer.recorder.disabled]
         lines = [f"{len(layers)} layers with {self._settings.curvature} curvature"]
         covered = {parameter for layer in layers for parameter in layer.parameters}
         rest = [

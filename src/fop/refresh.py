@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from fop.capture import Statistics
 from fop.curvature import Curvature
 from fop.curvature.base import LAST_SIZE, CurvatureState, RefreshJob
 from fop.distributed import Batch, Counts, Ranks
 from fop.layer import Layer, State
 from fop.linalg import all_finite, on_host
 from fop.messages import Messages
-from fop.moments import FactorSums
 from fop.projection import Coefficients
 from fop.rules import Feedback
 from fop.scaling import LossScale, to_means
 from fop.settings import Settings
 
-Fresh = list[tuple[Layer, FactorSums]]
+Fresh = list[tuple[Layer, Statistics]]
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Refresher:
         for layer, sums in fresh:
             self._to_means(layer, sums)
         for layer in layers:
-            layer.recorder.drop_sums()
+            layer.recorder.drop_moments()
         # Sums that are finite on each rank may not be so together, or once they are scaled.
         bounds = [bound for _, sums in fresh for bound in sums.bounds()]
         overflow = bool(bounds) and not bool(all_finite(bounds))
         if self.ranks.any_rank([overflow])[0]:
             return [], True
-        shares = {x: share for x in layers if (share := x.recorder.take_unexplained()) is not None}
-        self.messages.unexplained(shares)
+        shares = {x: share for x in layers if (share := x.recorder.take_unaccounted()) is not None}
+        self.messages.unaccounted(shares)
         failed = self._update_and_refresh(fresh, state)
         self.messages.not_inverted(failed)
         return failed, False
 
-    def _to_means(self, layer: Layer, sums: FactorSums) -> None:
+    def _to_means(self, layer: Layer, sums: Statistics) -> None:
         # Extra passes differentiate each example's own loss, unscaled; training passes
         # differentiate the user's.
         empirical, scale = layer.recorder.plan.empirical, None
@@ -125,7 +125,7 @@ def _rounds(fresh: Fresh) -> Iterator[Fresh]:
         yield some
 
 
-def _restart(failed: list[Layer], fresh: Mapping[Layer, FactorSums], state: State) -> None:
+def _restart(failed: list[Layer], fresh: Mapping[Layer, Statistics], state: State) -> None:
     """Start moving averages again that hold something non-finite, which would never fade."""
     for layer in failed:
         own, entries = layer.state_in(state), layer.curvature.entries

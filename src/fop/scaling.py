@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from fop.moments import FactorSums
 from fop.projection import spread
+
+if TYPE_CHECKING:
+    from fop.capture import Statistics
 
 # Counts are plain numbers on one process, and tensors where they were summed over ranks.
 Number = float | Tensor
@@ -70,7 +73,7 @@ def term_weight(terms: int, reduction: str) -> float:
 
 
 def to_means(
-    sums: FactorSums, *, sharing: str, reduction: str, ranks: int, loss_scale: Tensor | None
+    sums: Statistics, *, sharing: str, reduction: str, ranks: int, loss_scale: Tensor | None
 ) -> None:
     """Make raw sums the Kronecker factors A and G, and mean squares, in place.
 
@@ -80,10 +83,12 @@ def to_means(
     """
     examples, rows = sums.examples, sums.rows
     per_example = examples / ranks if reduction == "mean" else 1.0
-    quadratic = [(sums.outputs.values, rows if sharing == "expand" else examples)]
+    quadratic = []
+    if sums.inputs is not None and sums.outputs is not None:
+        sums.inputs.mul_(1.0 / examples)
+        quadratic.append((sums.outputs.values, rows if sharing == "expand" else examples))
     if sums.squares is not None:
         quadratic.append((sums.squares, examples))
-    sums.inputs.mul_(1.0 / examples)
     for values, count in quadratic:
         if loss_scale is not None:
             values.mul_(loss_scale.to(values) ** 2)  # first: it only shrinks

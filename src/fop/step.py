@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fop import disabling
-from fop.capture import CapturePlan, LayerCapture
+from fop.capture import CapturePlan, Recorder
 from fop.checkpoints import RULE_KEYS, LayerEntries
 from fop.collect import ModuleTree, collect, follow_parameters
 from fop.costs import refresh_cost
@@ -87,8 +87,9 @@ class Engine:
 
     # ---- between steps
 
-    def add(self, name: str, module_name: str, recorder: LayerCapture) -> None:
-        curvature = self._unitwise if recorder.layer.autograd_backward else self._curvature
+    def add(self, name: str, module_name: str, recorder: Recorder) -> None:
+        curvature = self._unitwise if recorder.adapter.autograd_backward else self._curvature
+        recorder.factors = curvature.requires.factors
         self.layers.append(Layer(name, module_name, recorder, curvature))
 
     def assign(self) -> None:
@@ -150,7 +151,7 @@ class Engine:
 
     def _usable(self, layer: Layer, state: State) -> bool:
         """Whether this rank has curvature that fits the layer."""
-        if layer.recorder.given_up or not self.ranks.owns(layer):
+        if layer.recorder.disabled or not self.ranks.owns(layer):
             return False
         return layer.curvature.ready(layer.state_in(state), layer.shape)
 
@@ -184,7 +185,7 @@ class Engine:
             return any(layer.recorder.refresh_due for layer in self.layers)
         layers, parameters = batch.taking_part()
         expecting, counts = self._disable(layers, batch)
-        layers = [layer for layer in layers if not layer.recorder.given_up]
+        layers = [layer for layer in layers if not layer.recorder.disabled]
         with_moments = [layer for layer in expecting if counts[layer].examples]
         rest = rest_of(parameters, layers)
         batch.reduce(with_moments, list(rest))
@@ -198,7 +199,7 @@ class Engine:
             failed, retry = refresher.refresh(with_moments, counts, batch, state)
         host = on_host(finite)
         for layer in layers:
-            layer.recorder.drop_sums()
+            layer.recorder.drop_moments()
         usable = {layer: self._usable(layer, state) for layer in layers}
         directions = Directions(
             self.settings, self.messages, batch, loss_scale, options, state, usable, host
@@ -228,17 +229,17 @@ class Engine:
     ) -> tuple[list[Layer], Mapping[Layer, Counts]]:
         """Disable what can't be handled; the layers that expect moments, and all counts."""
         self.messages.about_gradients(layers)
-        expecting = [x for x in layers if x.recorder.wants_sums and not x.recorder.given_up]
+        expecting = [x for x in layers if x.recorder.wants_moments and not x.recorder.disabled]
         counts = batch.counts() if expecting else None
-        self.messages.mismatches([x for x in layers if not x.recorder.given_up])
+        self.messages.mismatches([x for x in layers if not x.recorder.disabled])
         disabling.disable_unsupported(self.layers, counts, self.ranks.size, self.messages)
         if counts is None:
             return [], {}
-        expecting = [layer for layer in expecting if not layer.recorder.given_up]
+        expecting = [layer for layer in expecting if not layer.recorder.disabled]
         disabling.disable_uncounted(layers, expecting, counts, self.messages)
-        expecting = [layer for layer in expecting if not layer.recorder.given_up]
+        expecting = [layer for layer in expecting if not layer.recorder.disabled]
         disabling.disable_never_called(expecting, counts, self.layers, self.messages)
-        return [layer for layer in expecting if not layer.recorder.given_up], counts
+        return [layer for layer in expecting if not layer.recorder.disabled], counts
 
     # ---- what the last step left
 
@@ -323,7 +324,7 @@ class Engine:
         """Those that belong to disabled layers alone."""
         by_status: dict[bool, set[Tensor]] = {True: set(), False: set()}
         for layer in self.layers:
-            by_status[layer.recorder.given_up].update(layer.recorder.all_parameters)
+            by_status[layer.recorder.disabled].update(layer.recorder.all_parameters)
         return by_status[True] - by_status[False]
 
     def _count(self, taken: Tensor, options: Options, *, may_read: bool) -> None:

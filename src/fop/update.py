@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from fop.capture import factor_dtype
 from fop.layer import Layer, State
-from fop.moments import factor_dtype
 from fop.scaling import Number
 from fop.settings import Settings
 from fop.shards import local

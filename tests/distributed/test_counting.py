@@ -69,7 +69,7 @@ def a_rank_with_one_example(rank: Rank) -> None:
         found, optimizer = trained(rank, RowOfPositions, sizes, wrapped=wrapped)
         [places] = [b for b in optimizer._engine.layers if b.name == "places"]
         assert (places.recorder.mismatch is None) is (rank.index == 0)
-        assert places.recorder.given_up
+        assert places.recorder.disabled
         assert_same(found, expected, 1e-9)
 
 
@@ -105,7 +105,7 @@ def a_call_that_fits_no_more_on_one_rank(rank: Rank) -> None:
                 if step == 3 and build is fop.FOP and optimizer._ranks.owns(block):
                     assert fop.diagnostics(optimizer, "last")["last"]["beta"] == 0.0
                 # With KFAC nothing is captured on a plain step, so nothing is amiss.
-                assert block.recorder.given_up is (build is fop.FOP and step >= 4)
+                assert block.recorder.disabled is (build is fop.FOP and step >= 4)
             flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
             first = flat.clone()
             torch.distributed.broadcast(first, 0)

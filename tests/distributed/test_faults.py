@@ -211,7 +211,7 @@ def an_error_on_one_rank_reaches_all(rank: Rank) -> None:
         cross_entropy(model(x), y).backward()
         if rank.index == 1:
             model.first.weight.grad = None
-            optimizer._engine.layers[0].recorder.replaced = True
+            optimizer._engine.layers[0].recorder.seen.replaced = True
             raises(RuntimeError, "layer 'first' was replaced", optimizer.step)
         else:
             raises(RuntimeError, "1 of", optimizer.step)

@@ -339,7 +339,7 @@ def what_is_not_supported_is_refused_in_the_loop(rank: Rank) -> None:
     capture = sharded(rank, fop.FOP, net)[1]._engine.layers[0].recorder
     elsewhere = nn.Parameter(torch.empty(capture.weight.shape, device="meta"))
     with pytest.raises(NotImplementedError, match="CPUOffloadPolicy is not supported"):
-        capture.tracks(elsewhere)
+        capture.records(elsewhere)
 
 
 def bytes_sent(rank: Rank) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fop.capture import Eigenbasis, Statistics
 from fop.entries import AnyEntry, Entry
-from fop.linalg import Factor
 from fop.projection import Metric
-from fop.squares import Eigenbasis
 
 # By how much a batch may exceed what is usual before it counts for less. Batches of ordinary
 # training differ by less, and with the usual decay of 0.95 a bounded one adds half of the average.
@@ -36,25 +35,6 @@ class Requires:
     factors: bool = False  # second moments of inputs and of output gradients
     squares: bool = False  # squares of per-example gradients, in `Curvature.basis`
     gradients: bool = False  # the gradient of every step, by `Curvature.watch`
-
-
-class Moments(Protocol):
-    """One batch, scaled: means over its examples."""
-
-    @property
-    def inputs(self) -> Factor:
-        """A [groups, i, i]"""
-        ...
-
-    @property
-    def outputs(self) -> Factor:
-        """G [groups, o, o]"""
-        ...
-
-    @property
-    def squares(self) -> Tensor | None:
-        """[groups, o, i]"""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,8 +62,8 @@ class Curvature(ABC):
     requires = Requires()
     entries: Mapping[str, AnyEntry] = {}  # all that is kept in a state: what loading checks
 
-    def update(self, state: CurvatureState, batch: Moments, decay: float) -> None:
-        """Take a batch into the moving averages; the first one initialises them."""
+    def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
+        """Take a batch, scaled to means, into the moving averages; the first initialises them."""
         raise AssertionError(f"{type(self).__name__} requires no statistics")
 
     def watch(self, state: CurvatureState, gradient: Tensor) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from fop.capture import Eigenbasis, Statistics
 from fop.curvature.base import (
     Curvature,
     CurvatureState,
-    Moments,
     RefreshJob,
     Requires,
     Shape,
@@ -28,7 +28,6 @@ from fop.curvature.base import (
 from fop.curvature.eigen import EigenMetric
 from fop.entries import AnyEntry, Entry, NumberEntry
 from fop.projection import Metric
-from fop.squares import Eigenbasis
 
 
 class DiagonalFisher(Curvature):
@@ -41,7 +40,7 @@ class DiagonalFisher(Curvature):
     def basis(self, state: CurvatureState) -> Eigenbasis:
         return Eigenbasis(None, None)  # the axes themselves
 
-    def update(self, state: CurvatureState, batch: Moments, decay: float) -> None:
+    def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
         assert batch.squares is not None
         moving_average(state, "squares", batch.squares, _mean, decay)
 

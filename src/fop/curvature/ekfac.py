@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from fop.capture import Eigenbasis, Statistics
 from fop.curvature.base import (
     CurvatureState,
-    Moments,
     RefreshJob,
     Requires,
     Shape,
@@ -31,7 +31,6 @@ from fop.curvature.base import (
 from fop.curvature.eigen import EigenKronecker, EigenMetric, stacked_basis, to_basis
 from fop.entries import AnyEntry, Entry
 from fop.projection import Metric
-from fop.squares import Eigenbasis
 
 
 class EigenCorrected(EigenKronecker):
@@ -46,7 +45,7 @@ class EigenCorrected(EigenKronecker):
             return None
         return Eigenbasis(state.get("input_basis"), state.get("output_basis"))
 
-    def update(self, state: CurvatureState, batch: Moments, decay: float) -> None:
+    def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
         super().update(state, batch, decay)
         if batch.squares is not None:
             moving_average(state, "corrected_eigenvalues", batch.squares, _mean, decay)

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fop.capture import Statistics
 from fop.curvature.base import (
     Curvature,
     CurvatureState,
-    Moments,
     RefreshJob,
     Requires,
     Shape,
@@ -89,8 +89,8 @@ class Kronecker(Curvature):
 
     requires = Requires(factors=True)
 
-    def update(self, state: CurvatureState, batch: Moments, decay: float) -> None:
-        for name, factor in (("input_factor", batch.inputs), ("output_factor", batch.outputs)):
+    def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
+        for name, factor in zip(("input_factor", "output_factor"), batch.factors, strict=True):
             moving_average(state, name, factor.values, partial(_mean_eigenvalue, factor), decay)
 
     def ready(self, state: CurvatureState, shape: Shape) -> bool:

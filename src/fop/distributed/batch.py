@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fop.capture import Statistics
 from fop.distributed.buckets import Reduction
 from fop.distributed.comm import Comm, Handle
 from fop.distributed.ranks import Batch, Contribution, Counts
 from fop.layer import Layer, Parts
-from fop.moments import FactorSums
 from fop.scaling import Number, mean_over_ranks
 from fop.shards import local
 
@@ -64,8 +64,8 @@ class GroupBatch(Batch):
         if self._sharded:
             self._norms = {layer: len(numbers) + 2 * i for i, layer in enumerate(layers)}
             numbers += [0.0] * (2 * len(layers))
-        empty = any(layer.recorder.saw_empty for layer in layers)
-        filled = any(layer.recorder.saw_examples for layer in layers)
+        empty = any(layer.recorder.seen.empty for layer in layers)
+        filled = any(layer.recorder.seen.examples for layer in layers)
         flags = [empty, filled, not own.gradients, own.problem is not None, False]
         vector = torch.tensor(
             [*numbers, *map(float, flags)], dtype=torch.float64, device=own.finite.device
@@ -170,17 +170,17 @@ class GroupBatch(Batch):
         # rescaled its own difference.
         return super().rescaling(layers) if self._averaged else None
 
-    def moments(self, layer: Layer, counts: Counts) -> FactorSums:
-        inputs, outputs, *squares = self._arrived(MOMENTS)[layer]
-        forms = layer.recorder.sum_forms
-        return FactorSums(
-            forms.inputs.unpack(inputs),
-            forms.outputs.unpack(outputs),
-            int(counts.examples),
-            int(counts.rows),
-            int(counts.passes),
-            squares=squares[0].clone() if squares else None,
+    def moments(self, layer: Layer, counts: Counts) -> Statistics:
+        recorder, tensors = layer.recorder, iter(self._arrived(MOMENTS)[layer])
+        found = Statistics(
+            examples=int(counts.examples), rows=int(counts.rows), passes=int(counts.passes)
         )
+        if recorder.factors:
+            found.inputs = recorder.forms.inputs.unpack(next(tensors))
+            found.outputs = recorder.forms.outputs.unpack(next(tensors))
+        if recorder.square_shapes:
+            found.squares = next(tensors).clone()
+        return found
 
     def has(self, layer: Layer) -> bool:
         return True

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fop._torch import timeout_of
 
 
 class Handle(Protocol):
@@ -107,7 +108,7 @@ class _Ring:
         if len(part) > 1 and (everybody or comm.index in part):
             self._group = dist.new_group(
                 self._members,
-                timeout=_timeout(base),
+                timeout=timeout_of(base),  # torch's default is another
                 use_local_synchronization=not everybody,
             )
 
@@ -205,13 +206,3 @@ class _Pending:
 
     def __str__(self) -> str:
         return str(self._named)
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """That of the user's group; torch has no public way to ask, and its default is another."""
-    for device in ("cuda", "cpu"):
-        try:
-            return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None

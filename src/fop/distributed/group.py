@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fop.capture import CapturePlan, LayerCapture
+from fop.capture import CapturePlan, Recorder
 from fop.costs import owner_cost
 from fop.distributed.batch import AVERAGES, DIFFERENCES, GRADIENTS, MOMENTS, GroupBatch
 from fop.distributed.buckets import (
@@ -64,7 +64,7 @@ class Group(Ranks):
         self._wrapper = wrapper
         self._averaged = sharded or wrapper is not None
         self._owners: dict[Layer, int] = {}
-        self._of_recorder: dict[LayerCapture, Layer] = {}
+        self._of_recorder: dict[Recorder, Layer] = {}
         self._plan: CapturePlan | None = None
         self._loss_scale: LossScale | None = None
         self._queue: ReduceQueue | None = None
@@ -91,7 +91,7 @@ class Group(Ranks):
 
     # ---- during backward passes
 
-    def _layer_complete(self, recorder: LayerCapture) -> None:
+    def _layer_complete(self, recorder: Recorder) -> None:
         if self._queue is not None:
             if self._queue.closed:
                 # A loop that synchronises every micro-batch: from now on, step() sends, and once.
@@ -114,7 +114,7 @@ class Group(Ranks):
         """Of all trained layers, whether this rank uses them or not: the same on all ranks."""
         assert self._plan is not None
         trained = [layer for layer in self._owners if self.trained([layer.weight])]
-        enabled = [layer for layer in reversed(trained) if not layer.recorder.given_up]
+        enabled = [layer for layer in reversed(trained) if not layer.recorder.disabled]
         quantities = []
         due = [layer for layer in enabled if layer.recorder.refresh_due]
         if self._plan.curvature and due:
@@ -130,8 +130,9 @@ class Group(Ranks):
     def _moments_of(self, layers: Iterable[Layer]) -> Quantity:
         items = []
         for layer in layers:
-            forms, squares = layer.recorder.sum_forms, layer.recorder.square_shapes
-            shapes = (forms.inputs.message_shape, forms.outputs.message_shape, *squares)
+            forms, squares = layer.recorder.forms, layer.recorder.square_shapes
+            factors = [forms.inputs, forms.outputs] if layer.recorder.factors else []
+            shapes = (*(form.message_shape for form in factors), *squares)
             owner, device = self._owners[layer], layer.weight.device
             items.append(Item(layer, owner, shapes, forms.dtype, device))
         return Quantity(MOMENTS, items, _pack_moments)
@@ -142,7 +143,7 @@ class Group(Ranks):
         return Item(layer, self._owners[layer], shapes, dtype or weight.dtype, weight.device)
 
     def _pack_difference(self, layer: Layer, tensors: list[Tensor]) -> None:
-        difference = layer.recorder.signed
+        difference = layer.recorder.difference
         for number, tensor in enumerate(tensors):
             _copy_or_zero(None if difference is None else difference[number], tensor)
         if difference is not None and not self._averaged:
@@ -294,15 +295,15 @@ def _copy_or_zero(source: Tensor | None, target: Tensor) -> None:
 
 
 def _pack_moments(layer: Layer, tensors: list[Tensor]) -> None:
-    sums = layer.recorder.sums
-    if sums is None:  # this rank did not use the layer
+    statistics = layer.recorder.statistics
+    if statistics.passes == 0:  # this rank did not use the layer
         for tensor in tensors:
             tensor.zero_()
-    else:
-        sums.inputs.pack(tensors[0])
-        sums.outputs.pack(tensors[1])
-        if sums.squares is not None:
-            tensors[2].copy_(sums.squares)
+        return
+    for factor, tensor in zip(statistics.factors, tensors, strict=False):
+        factor.pack(tensor)
+    if statistics.squares is not None:
+        tensors[-1].copy_(statistics.squares)
 
 
 def _pack_gradients(layer: Layer, tensors: list[Tensor]) -> None:

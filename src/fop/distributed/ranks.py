@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fop.capture import CapturePlan, gradient_ratios
+from fop.capture import CapturePlan, Statistics, gradient_ratios
 from fop.layer import Layer, Parts
-from fop.moments import FactorSums
 from fop.scaling import LossScale, Number
 
 # In place of a count, so that the total is negative and no rank takes the halves for known.
@@ -55,18 +54,18 @@ class Counts:
     @staticmethod
     def of(layer: Layer) -> Counts:
         recorder = layer.recorder
-        first, second = (NO_HALVES, 0.0) if recorder.foreign else recorder.examples
-        sums = recorder.sums
+        first, second = (NO_HALVES, 0.0) if recorder.seen.foreign else recorder.half_sizes
+        statistics = recorder.statistics
         return Counts(
             first,
             second,
-            examples=0 if sums is None else sums.examples,
-            rows=0 if sums is None else sums.rows,
-            passes=0 if sums is None else sums.passes,
-            empty=recorder.saw_empty,
-            filled=recorder.saw_examples,
+            examples=statistics.examples,
+            rows=statistics.rows,
+            passes=statistics.passes,
+            empty=recorder.seen.empty,
+            filled=recorder.seen.examples,
             gradients=layer.weight.grad is not None,
-            unsupported=recorder.misfit is not None,
+            unsupported=recorder.unsupported is not None,
             mismatches=recorder.mismatch is not None,
         )
 
@@ -107,7 +106,7 @@ class Batch:
     def finite(self) -> Tensor:
         """Whether the step may be taken: a 0-dimensional flag on the device."""
         recorders = [layer.recorder for layer in self._own.layers]
-        empty = any(r.saw_empty for r in recorders) and not any(r.saw_examples for r in recorders)
+        empty = any(r.seen.empty for r in recorders) and not any(r.seen.examples for r in recorders)
         return torch.zeros_like(self._own.finite) if empty else self._own.finite
 
     def taking_part(self) -> tuple[list[Layer], list[nn.Parameter]]:
@@ -145,11 +144,11 @@ class Batch:
 
     def difference(self, layer: Layer) -> Parts | None:
         """H1 - H2, by the layer's slices."""
-        return layer.recorder.signed
+        return layer.recorder.difference
 
     def half_sizes(self, layer: Layer) -> tuple[Number, Number]:
         """Examples in each half-batch, without a host read."""
-        first, second = (0, 0) if layer.recorder.mismatch else layer.recorder.examples
+        first, second = (0, 0) if layer.recorder.mismatch else layer.recorder.half_sizes
         return first, second
 
     def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
@@ -160,10 +159,8 @@ class Batch:
             return ratios
         return ratios * scale.inverse.to(ratios)
 
-    def moments(self, layer: Layer, counts: Counts) -> FactorSums:
-        sums = layer.recorder.sums
-        assert sums is not None
-        return sums
+    def moments(self, layer: Layer, counts: Counts) -> Statistics:
+        return layer.recorder.statistics
 
     def has(self, layer: Layer) -> bool:
         """Whether gradient and difference are still there, after the step."""

@@ -24,16 +24,21 @@ class Eigenbasis:
     inputs: Tensor | None
     outputs: Tensor | None
 
+    @property
+    def axes(self) -> bool:
+        """Whether it is no change of basis, and so fits a layer of any shape."""
+        return self.inputs is None and self.outputs is None
+
 
 class GradientSquares:
-    """Collects one backward pass through one layer, as `moments.PassSums` does beside it."""
+    """Collects one backward pass through one layer, as `moments.PassMoments` does beside it."""
 
     def __init__(self, basis: Eigenbasis, width: int, dtype: torch.dtype, *, has_bias: bool):
         self._basis = basis
         self._width = width  # i, with the bias
         self._dtype = dtype
         self._has_bias = has_bias
-        self._inputs: list[Tensor] = []  # [n, groups, s, i], one entry a call
+        self._inputs: list[Tensor] = []  # [n, groups, s, i], one entry per call
         self._indices: list[Tensor] = []  # [n, s]
         self._outputs: list[Tensor] = []  # [n, groups, s, o], of the set that is open
         self._total: Tensor | None = None

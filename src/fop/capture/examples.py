@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fop._torch import current_pass
 from fop.layers import LayerAdapter
 
 
@@ -56,7 +57,7 @@ class Examples:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, part: bool) -> None:
         """Of the model or, where it is not called itself, of a part of it."""
         running = self.current
-        if not part or (running is None and not _in_backward()):
+        if not part or (running is None and current_pass() == -1):
             running = _Forward(args, kwargs)
         self._forwards.append(running)
 
@@ -70,13 +71,13 @@ class Examples:
         self._known.clear()
 
     def layout(
-        self, whose: object, layer: LayerAdapter, x: Tensor, *, read: bool = False
+        self, whose: object, adapter: LayerAdapter, x: Tensor, *, read: bool = False
     ) -> Layout:
         """Of a call with input x; `read`: the values of indices may be read by the host.
 
         `whose` stands for the module, and stays the same while it is trained.
         """
-        return self._remembered(whose, x, lambda forward: forward.layout(layer, x, read))
+        return self._remembered(whose, x, lambda forward: forward.layout(adapter, x, read))
 
     def declared(self, whose: object, x: Tensor, *, sequence_first: bool) -> Layout:
         """The same where the module says where the examples are, and x has them in dimension 0."""
@@ -84,15 +85,11 @@ class Examples:
 
     def _remembered(self, whose: object, x: Tensor, find: Callable[[_Forward], Layout]) -> Layout:
         key, forward = (whose, tuple(x.shape)), self.current
-        if forward is None and _in_backward():
+        if forward is None and current_pass() != -1:
             return self._known.get(key, USUAL)
         found = USUAL if forward is None else find(forward)
         self._known[key] = found
         return found
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Forward:
@@ -131,12 +128,12 @@ class _Forward:
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._seen)
 
-    def layout(self, layer: LayerAdapter, x: Tensor, read: bool) -> Layout:
-        size, free = self.size, layer.free_dimensions(x)
+    def layout(self, adapter: LayerAdapter, x: Tensor, read: bool) -> Layout:
+        size, free = self.size, adapter.free_dimensions(x)
         if size is None or (free == 0 and size == 1):
             return USUAL
         n = x.shape[0] if free else 1
-        if layer.one_hot:
+        if adapter.one_hot:
             return self._of_indices(x, n, size, read)
         if free and n == size:
             self._agree(sequence_first=False)
@@ -210,8 +207,18 @@ def _are_positions(indices: Tensor) -> bool:
     return shifted and bool((indices != indices[0, 0]).any())
 
 
-class BatchHook:
-    """The hooks around the forward of a model; inert in a copy, never compiled."""
+class InertInCopies:
+    """A hook of which a copy does nothing: that of a deep-copied or pickled model, say."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class BatchHook(InertInCopies):
+    """The hooks around the forward of a model; never compiled."""
 
     def __init__(self, examples: Examples | None = None, *, part: bool = False) -> None:
         self._examples = weakref.ref(examples) if examples is not None else None
@@ -226,12 +233,6 @@ class BatchHook:
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._end is not None and torch.is_grad_enabled():
             self._end(self._examples)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BatchHook:
-        return BatchHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BatchHook, ()
 
 
 def _begin(
@@ -248,8 +249,8 @@ def _end(reference: weakref.ref[Examples]) -> None:
         examples.end()
 
 
-def watch_batch(model: nn.Module, examples: Examples) -> list[RemovableHandle]:
-    """Start watching what the model is called with; the handles stop it.
+def hook_batch(model: nn.Module, examples: Examples) -> list[RemovableHandle]:
+    """Start to note what the model is called with; the handles stop it.
 
     Also its parts, for training steps that call them one by one (`self.net(x)` in Lightning).
     """

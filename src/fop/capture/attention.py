@@ -1,13 +1,13 @@
-"""How the four projections of nn.MultiheadAttention are captured.
+"""How the four projections of nn.MultiheadAttention are recorded.
 
 The module calls no submodule: it hands its weights to F.multi_head_attention_forward. The way in is
 torch's protocol for tensor subclasses, so nothing is patched and nothing outlives a call:
 
 1. A forward pre-hook marks the query: a view of a subclass that knows the call it belongs to.
-2. F.multi_head_attention_forward asks the mark, which starts it anew with plain inputs and with
+2. F.multi_head_attention_forward asks the mark, which starts it again with plain inputs and with
    marks in place of the query's, key's and value's weights.
 3. F.linear asks the marks too. Each in-projection is computed as torch would, passed through
-   `TrackedCall`, and marked, so that the mark travels with the data up to the F.linear of the
+   `RecordedCall`, and marked, so that the mark travels with the data up to the F.linear of the
    output's weight. What is returned is plain.
 
 All else (masks, dropout, the attention itself) is torch's own code.
@@ -18,16 +18,18 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from fop.capture import CapturePlan, LayerCapture
-from fop.hooks import TrackedCall, WatchingHook, fit, in_transform, wanted
+from fop._torch import has_backward_hooks
+from fop.capture.autograd import in_transform, record_call
+from fop.capture.plan import CapturePlan, RecordingHook
+from fop.capture.recorder import Recorder
 from fop.layers import (
     IN_ROLES,
     ROLES,
@@ -37,7 +39,7 @@ from fop.layers import (
     has_own_forward,
 )
 
-Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[LayerCapture]]]
+Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]]
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -92,8 +94,8 @@ def _plain(tensor: Any) -> Any:
 class _Call:
     """One call of attention. Of its tensors it keeps only weights, so no cycle holds a graph."""
 
-    def __init__(self, tracked: Projections, *, batch_first: bool) -> None:
-        self._tracked = tracked
+    def __init__(self, recorded: Projections, *, batch_first: bool) -> None:
+        self._recorded = recorded
         self._batch_first = batch_first
         self._weights: dict[Role, Tensor] = {}
         self._biases: dict[Role, Tensor | None] = {}
@@ -141,15 +143,14 @@ class _Call:
         x = _plain(x)
         if isinstance(weight, _Marked) and weight.role is not None:
             role = weight.role
-            output = self._track(role, x, self._in_product(role, x))
-            return self.mark(output)
+            return self.mark(self._record(role, x, self._in_product(role, x)))
         if weight is not self._weights.get("out_proj"):
             return self.mark(F.linear(x, _plain(weight), _plain(bias)))
         output, sizes = F.linear(x, weight, bias), (-1, self._examples)
-        if "out_proj" not in self._tracked:
+        if "out_proj" not in self._recorded:
             return output
-        tracked = self._track("out_proj", x.unflatten(0, sizes), output.unflatten(0, sizes))
-        return tracked.flatten(0, 1)
+        recorded = self._record("out_proj", x.unflatten(0, sizes), output.unflatten(0, sizes))
+        return recorded.flatten(0, 1)
 
     def _in_product(self, role: Role, x: Tensor) -> Tensor:
         if role in self._products:
@@ -166,44 +167,42 @@ class _Call:
         self._products.update(zip(roles, stacked.movedim(-2, 0).contiguous(), strict=True))
         return self._products.pop(role)
 
-    def _track(self, role: Role, x: Tensor, output: Tensor) -> Tensor:
-        """The output, with a backward that is captured; x and output [positions, examples, ...]."""
-        if role not in self._tracked or in_transform(output):
+    def _record(self, role: Role, x: Tensor, output: Tensor) -> Tensor:
+        """The output with a recorded backward; x and output [positions, examples, ...]."""
+        if role not in self._recorded or in_transform(output):
             return output
-        projection, reference = self._tracked[role]
-        capture, x = reference(), x.transpose(0, 1)
-        if capture is None:
+        adapter, reference = self._recorded[role]
+        recorder = reference()
+        if recorder is None:
             return output
-        examples, sequence_first = capture.plan.examples, not self._batch_first
-        layout = examples.declared(projection, x, sequence_first=sequence_first)
-        layer = fit(capture, projection, layout)
-        if layer is None:
-            return output
-        parameters = (self._weights[role], self._biases[role])
-        tracked: Tensor = TrackedCall.apply(  # type: ignore[no-untyped-call]
-            x, *parameters, layer, True, reference, (output.transpose(0, 1),)
-        )
-        return tracked.transpose(0, 1)
+        examples, sequence_first = recorder.plan.examples, not self._batch_first
+        layout = examples.declared(adapter, x.transpose(0, 1), sequence_first=sequence_first)
+        # Whatever the module is given, torch computes with positions first.
+        layout = replace(layout, sequence_first=True)
+        parameters = self._weights[role], self._biases[role]
+        recorded = record_call(recorder, adapter, layout, x, output, parameters)
+        return output if recorded is None else recorded
 
 
-class AttentionHook(WatchingHook):
-    """The forward pre-hook on nn.MultiheadAttention; like `LayerHook` it is inert in a copy."""
+class AttentionHook(RecordingHook):
+    """The forward pre-hook on nn.MultiheadAttention."""
 
     def __init__(
-        self, name: str = "", captures: Mapping[LayerCapture, ProjectionLayer] | None = None
+        self, name: str = "", recorders: Mapping[Recorder, ProjectionLayer] | None = None
     ) -> None:
         self._name = name
         self._projections: Projections = {
-            layer.role: (layer, weakref.ref(capture)) for capture, layer in (captures or {}).items()
+            adapter.role: (adapter, weakref.ref(recorder))
+            for recorder, adapter in (recorders or {}).items()
         }
-        self._mark = torch.compiler.disable(_mark_query) if captures else None
-        if captures and _Marked.answer is None:
+        self._mark = torch.compiler.disable(_mark_query) if recorders else None
+        if recorders and _Marked.answer is None:
             _Marked.answer = staticmethod(torch.compiler.disable(_answer))
 
     @property
     def plan(self) -> CapturePlan | None:
-        captures = (capture() for _, capture in self._projections.values())
-        return next((capture.plan for capture in captures if capture is not None), None)
+        recorders = (recorder() for _, recorder in self._projections.values())
+        return next((recorder.plan for recorder in recorders if recorder is not None), None)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -219,25 +218,19 @@ class AttentionHook(WatchingHook):
         )
         return marked
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionHook:
-        return AttentionHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AttentionHook, ()
-
 
 def _note_layouts(
     projections: Projections, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Of a call that reentrant activation checkpointing runs again during backward."""
     inputs = {**dict(zip(IN_ROLES, args, strict=False)), **kwargs}
-    for role, (layer, reference) in projections.items():
-        capture, x = reference(), inputs.get("query" if role == "out_proj" else role)
-        if capture is None or capture.plan.examples.current is None or x is None or x.dim() != 3:
+    for role, (adapter, reference) in projections.items():
+        recorder, x = reference(), inputs.get("query" if role == "out_proj" else role)
+        if recorder is None or recorder.plan.examples.current is None or x is None or x.dim() != 3:
             continue
         batch_first = bool(module.batch_first)
         x = x if batch_first else x.transpose(0, 1)
-        capture.plan.examples.declared(layer, x, sequence_first=not batch_first)
+        recorder.plan.examples.declared(adapter, x, sequence_first=not batch_first)
 
 
 def _mark_query(
@@ -253,42 +246,34 @@ def _mark_query(
     query = inputs["query"]
     if type(query) not in (Tensor, nn.Parameter) or query.is_nested:
         return None
-    tracked = {
-        role: projection
-        for role, projection in projections.items()
-        if wanted(projection[1], attention_parameters(module, role)[0], inputs.get(role, query))
-    }
-    if not tracked or in_transform(*(inputs[role] for role in IN_ROLES)):
+    recorded: dict[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]] = {}
+    for role, (adapter, reference) in projections.items():
+        recorder, weight = reference(), attention_parameters(module, role)[0]
+        if recorder is not None and recorder.wants_call(weight, inputs.get(role, query)):
+            recorded[role] = adapter, reference
+    if not recorded or in_transform(*(inputs[role] for role in IN_ROLES)):
         return None
     if has_own_forward(module):
-        for _, reference in tracked.values():
-            capture = reference()
-            if capture is not None:
-                capture.disable("its attention has a forward of its own")
+        for _, reference in recorded.values():
+            recorder = reference()
+            if recorder is not None:
+                recorder.disable("its attention has a forward of its own")
         return None
-    _refuse_backward_hooks(name, module)
-    marked = _Call(tracked, batch_first=module.batch_first).mark(query)
+    if has_backward_hooks(module):  # torch passes arguments through a function that unmarks them
+        raise RuntimeError(
+            f"attention {name!r} has a full backward hook, with which its projections can't be "
+            "captured: put the hook on the module around it, or pass "
+            f"skip=[{name!r}] to train it by the fallback rule"
+        )
+    marked = _Call(recorded, batch_first=module.batch_first).mark(query)
     return (
         tuple(marked if value is query else value for value in args),
         {key: marked if value is query else value for key, value in kwargs.items()},
     )
 
 
-def _refuse_backward_hooks(name: str, module: nn.Module) -> None:
-    """Torch passes a module's arguments through a function that takes the mark off."""
-    own = module._is_full_backward_hook and module._backward_hooks
-    everywhere = torch_module._global_is_full_backward_hook and torch_module._global_backward_hooks
-    before = module._backward_pre_hooks or torch_module._global_backward_pre_hooks
-    if own or everywhere or before:
-        raise RuntimeError(
-            f"attention {name!r} has a full backward hook, with which its projections can't be "
-            "captured: put the hook on the module around it, or pass "
-            f"skip=[{name!r}] to train it by the fallback rule"
-        )
-
-
-def watch_attention(
-    module: nn.Module, name: str, captures: Mapping[LayerCapture, ProjectionLayer]
+def hook_attention(
+    module: nn.Module, name: str, recorders: Mapping[Recorder, ProjectionLayer]
 ) -> RemovableHandle:
-    """Start watching the calls of nn.MultiheadAttention; the handle stops it."""
-    return module.register_forward_pre_hook(AttentionHook(name, captures), with_kwargs=True)
+    """Start to record the calls of nn.MultiheadAttention; the handle stops it."""
+    return module.register_forward_pre_hook(AttentionHook(name, recorders), with_kwargs=True)

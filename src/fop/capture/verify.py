@@ -1,7 +1,7 @@
 """Whether an adapter computes what its module computes: asked of the module's own calls.
 
 The library owns the backward of a layer, so an adapter that does not fit the module would corrupt
-training without a word. Therefore nothing is trusted. On a module's first tracked call, and when
+training without a word. Therefore nothing is trusted. On a module's first recorded call, and when
 its code or geometry has changed since, the adapter's output is compared with the module's on one
 example, and the adapter's gradients with those of the graph that torch has just built. Where they
 differ, the layer is disabled: torch's own graph stays, for this call and all later ones.
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from fop.capture import LayerCapture
+from fop._torch import gradient_metadata, may_recompute_saved
+from fop.capture.recorder import Recorder
 from fop.layers import LayerAdapter, NormLayer, supported_type
 
 # The relative error of two ways to compute the same is a small power of the precision.
@@ -30,50 +31,48 @@ TOLERANCE = 0.4
 ACCELERATOR_EPS = 2.0**-10
 
 
-class MisfitError(Exception):
+class UnsupportedError(Exception):
     """The module computes something else than its adapter; the message says what."""
 
 
-class VerifiedLayer:
+class VerifiedAdapter:
     """The adapter of one module, as it was when the module was last called."""
 
-    def __init__(self, layer: LayerAdapter) -> None:
-        self.layer = layer
+    def __init__(self, adapter: LayerAdapter) -> None:
+        self.adapter = adapter
         self._code: tuple[Any, ...] | None = None  # None: not verified
         self._foreign = False
 
     def at_call(
-        self, module: nn.Module, x: Any, output: Any, capture: LayerCapture
+        self, module: nn.Module, x: Any, output: Any, recorder: Recorder
     ) -> LayerAdapter | None:
         """The adapter for this call; None if it does not fit, and the layer is disabled."""
         try:
-            return self._verified(module, x, output, capture)
+            return self._verified(module, x, output, recorder)
         except torch.OutOfMemoryError:
             raise
-        except MisfitError as misfit:
-            capture.disable(str(misfit))
+        except UnsupportedError as error:
+            recorder.disable(str(error))
         except Exception as error:  # whatever an adapter does on a module that it was not made for
-            kind = type(self.layer).__name__
-            capture.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
+            kind = type(self.adapter).__name__
+            recorder.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
         return None
 
-    def _verified(
-        self, module: nn.Module, x: Any, output: Any, capture: LayerCapture
-    ) -> LayerAdapter:
-        layer, code = type(self.layer)(module), _code(module)
-        unsupported = layer.unsupported_reason(module)
-        if unsupported is not None:
-            raise MisfitError(unsupported)
-        unchanged = code == self._code and vars(layer) == vars(self.layer)
+    def _verified(self, module: nn.Module, x: Any, output: Any, recorder: Recorder) -> LayerAdapter:
+        code, adapter = _code(module), type(self.adapter)(module)
+        reason = adapter.unsupported_reason(module)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        unchanged = code == self._code and vars(adapter) == vars(self.adapter)
         # Nobody knows what code of others will do next: it is verified again with every refresh.
-        if unchanged and not (self._foreign and capture.wants_sums):
-            return self.layer
+        if unchanged and not (self._foreign and recorder.wants_moments):
+            return self.adapter
         self._foreign = _foreign(module)
-        conclusive = verify(layer, module, x, output, foreign=self._foreign)
-        if capture.layer is self.layer:
-            capture.use(layer)
-        self.layer, self._code = layer, code if conclusive else None
-        return layer
+        conclusive = verify(adapter, module, x, output, foreign=self._foreign)
+        if recorder.adapter is self.adapter:
+            recorder.use(adapter)
+        self.adapter, self._code = adapter, code if conclusive else None
+        return adapter
 
 
 def _code(module: nn.Module) -> tuple[Any, ...]:
@@ -95,9 +94,9 @@ def _foreign(module: nn.Module) -> bool:
 
 
 def verify(
-    layer: LayerAdapter, module: nn.Module, x: Tensor, output: Tensor, *, foreign: bool
+    adapter: LayerAdapter, module: nn.Module, x: Tensor, output: Tensor, *, foreign: bool
 ) -> bool:
-    """Raise `MisfitError` unless the adapter gives this output and its gradients.
+    """Raise `UnsupportedError` unless the adapter gives this output and its gradients.
 
     False if that can't be told, because a number is not finite or there are none.
     """
@@ -105,18 +104,18 @@ def verify(
     weight, bias = parameters["weight"], parameters.get("bias")
     assert weight is not None
     if not output.requires_grad:
-        raise MisfitError("its output does not depend on its weight")
+        raise UnsupportedError("its output does not depend on its weight")
     if output.is_meta:
         return False
     with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-        conclusive = _same_output(layer, module, x, weight, bias, output)
-        if conclusive and not layer.autograd_backward:
-            conclusive = _same_gradients(layer, x, weight, bias, output, foreign=foreign)
+        conclusive = _same_output(adapter, module, x, weight, bias, output)
+        if conclusive and not adapter.autograd_backward:
+            conclusive = _same_gradients(adapter, x, weight, bias, output, foreign=foreign)
     return conclusive
 
 
 def _same_output(
-    layer: LayerAdapter,
+    adapter: LayerAdapter,
     module: nn.Module,
     x: Tensor,
     weight: Tensor,
@@ -124,22 +123,22 @@ def _same_output(
     output: Tensor,
 ) -> bool:
     dtype = output.dtype  # as autocast does
-    inputs, outputs = layer.batched(layer.cast(x, dtype), output)
-    forward: Any = layer.forward
-    if isinstance(layer, NormLayer):  # may normalise over the batch, and costs little
-        forward = partial(forward, statistics=layer.statistics(module))
+    inputs, outputs = adapter.batched(adapter.cast(x, dtype), output)
+    forward: Any = adapter.forward
+    if isinstance(adapter, NormLayer):  # may normalise over the batch, and costs little
+        forward = partial(forward, statistics=adapter.statistics(module))
     elif len(inputs) == len(outputs):
         inputs, outputs = inputs[:1], outputs[:1]
     expected = forward(inputs, weight.to(dtype), None if bias is None else bias.to(dtype), outputs)
     what = f"its output is not that of a {_name(module)}"
     if expected.shape != outputs.shape:
         found, wanted = tuple(outputs.shape), tuple(expected.shape)
-        raise MisfitError(f"{what}: for one example its shape is {found} instead of {wanted}")
+        raise UnsupportedError(f"{what}: for one example its shape is {found} instead of {wanted}")
     return _same(expected, outputs, dtype, what)
 
 
 def _same_gradients(
-    layer: LayerAdapter,
+    adapter: LayerAdapter,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -150,7 +149,7 @@ def _same_gradients(
     """Equal outputs may have other gradients: a rounded or detached weight, say."""
     if _hides_graph(output):
         if foreign:
-            raise MisfitError(
+            raise UnsupportedError(
                 "it has a forward of its own, whose gradients can't be compared under "
                 "torch.compile or activation checkpointing"
             )
@@ -161,31 +160,31 @@ def _same_gradients(
     steps = torch.arange(output.numel(), dtype=torch.float32, device=output.device)
     vector = steps.cos_().view(output.shape).to(output.dtype)
     theirs = _local_gradients(output, vector, list(wanted.values()))
-    ours = _adapter_gradients(layer, x, weight, vector, wanted)
+    ours = _adapter_gradients(adapter, x, weight, vector, wanted)
     conclusive = True
     for name, found in zip(wanted, theirs, strict=True):
         what = f"the gradient of its {name} is not the adapter's"
         if found is None:
-            raise MisfitError(f"its output does not depend on its {name}")
+            raise UnsupportedError(f"its output does not depend on its {name}")
         conclusive &= _same(ours[name], found, output.dtype, what)
     return conclusive
 
 
 def _adapter_gradients(
-    layer: LayerAdapter, x: Tensor, weight: Tensor, vector: Tensor, wanted: Any
+    adapter: LayerAdapter, x: Tensor, weight: Tensor, vector: Tensor, wanted: Any
 ) -> dict[str, Tensor]:
     leaf = x.detach()
     with torch.enable_grad():
-        prepared = layer.prepare(leaf.requires_grad_("input" in wanted))
-    inputs, outputs = layer.batched(layer.cast(prepared.detach(), vector.dtype), vector)
+        prepared = adapter.prepare(leaf.requires_grad_("input" in wanted))
+    inputs, outputs = adapter.batched(adapter.cast(prepared.detach(), vector.dtype), vector)
     weights = weight.to(vector.dtype)
     found = {}
     if "weight" in wanted:
-        found["weight"] = layer.weight_gradient(outputs, inputs, weights)
+        found["weight"] = adapter.weight_gradient(outputs, inputs, weights)
     if "bias" in wanted:
-        found["bias"] = layer.bias_gradient(outputs)
+        found["bias"] = adapter.bias_gradient(outputs)
     if "input" in wanted:
-        of_input = layer.input_gradient(outputs, inputs, weights).reshape(prepared.shape)
+        of_input = adapter.input_gradient(outputs, inputs, weights).reshape(prepared.shape)
         if prepared is not leaf:
             (of_input,) = torch.autograd.grad(prepared, leaf, of_input.to(prepared.dtype))
         found["input"] = of_input
@@ -210,14 +209,14 @@ def _local_gradients(
         if any(node is end.node for end in ends):
             continue
         grads = given.pop(node, {})
-        results = node(*(grads.get(i) for i in range(len(node._input_metadata))))
+        results = node(*(grads.get(i) for i in range(len(gradient_metadata(node)))))
         results = results if isinstance(results, tuple) else (results,)
         for (before, place), grad in zip(node.next_functions, results, strict=True):
             if before is None:
                 continue
             if grad is not None:
                 # Torch's engine, too, undoes broadcasts and casts for the nodes.
-                sizes = before._input_metadata[place]
+                sizes = gradient_metadata(before)[place]
                 grad = grad.sum_to_size(sizes.shape).to(sizes.dtype)
                 own = given.setdefault(before, {})
                 own[place] = grad if place not in own else own[place] + grad
@@ -237,9 +236,9 @@ def _callers(root: Any, ends: set[Any]) -> dict[Any, int]:
             continue
         if hasattr(node, "variable"):
             shape = tuple(node.variable.shape)
-            raise MisfitError(f"its output depends on another parameter too, of shape {shape}")
+            raise UnsupportedError(f"its output depends on another parameter too, of shape {shape}")
         if isinstance(node, BackwardCFunction):
-            raise MisfitError(f"its backward is a function of its own, {type(node).__name__}")
+            raise UnsupportedError(f"its backward is a function of its own, {type(node).__name__}")
         for before, _ in node.next_functions:
             if before is not None:
                 if before not in callers:
@@ -252,10 +251,9 @@ def _hides_graph(output: Tensor) -> bool:
     """Whether the nodes of the graph can't be called without running the model again.
 
     A compiled graph is one node, for more than this module; what is saved for backward under
-    activation checkpointing is computed anew when it is asked for. (Torch before 2.8 can't tell.)
+    activation checkpointing is computed again when it is asked for.
     """
-    saving = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if saving is None or saving(True) is not None:
+    if may_recompute_saved():
         return True
     nodes: list[Any] = [output.grad_fn]
     nodes += [node for node, _ in nodes[0].next_functions]  # it may be a view of the output
@@ -274,7 +272,7 @@ def _same(expected: Tensor, found: Tensor, dtype: torch.dtype, what: str) -> boo
     if found.device.type != "cpu":
         eps = max(eps, ACCELERATOR_EPS if dtype == torch.float32 else 0.0)
     if error > eps**TOLERANCE * max(sizes):
-        raise MisfitError(f"{what} (relative difference {error / max(sizes):.1e})")
+        raise UnsupportedError(f"{what} (relative difference {error / max(sizes):.1e})")
     return True
 
 

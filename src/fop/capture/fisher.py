@@ -1,7 +1,7 @@
 """The Fisher by extra backwards: labels drawn from the model ("mc") or all of them ("exact").
 
 They run inside the user's own backward, before it goes on from the model's output, and only on
-steps that renew curvature. They go through the same layers and leave curvature sums, but no
+steps that refresh curvature. They go through the same layers and leave second moments, but no
 gradients.
 
 Likelihoods match torch's losses, and the Fisher at the output is the expected Hessian of the loss
@@ -23,9 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fop.capture import CapturePlan, LayerCapture
-from fop.hooks import in_transform, watched_by
-from fop.settings import Settings
+from fop._torch import current_pass
+from fop.capture.autograd import in_transform
+from fop.capture.examples import InertInCopies
+from fop.capture.plan import CapturePlan, hooked_by
+from fop.capture.recorder import Recorder
+from fop.scaling import term_weight
 
 
 def sampled_gradient(output: Tensor, likelihood: str, reduction: str, rows: int = 1) -> Tensor:
@@ -87,7 +90,7 @@ def _term_weight(output: Tensor, likelihood: str, reduction: str, rows: int) -> 
     terms = output[0].numel() * rows
     if likelihood == "categorical":
         terms //= _classes_last(output).shape[-1]
-    return 1.0 / terms if reduction == "mean" else 1.0
+    return term_weight(terms, reduction)
 
 
 def _classes_last(output: Tensor) -> Tensor:
@@ -116,24 +119,27 @@ class ExtraPass:
     """
 
     def __init__(
-        self, plan: CapturePlan, captures: Sequence[LayerCapture], settings: Settings
+        self,
+        plan: CapturePlan,
+        recorders: Sequence[Recorder],
+        options: Mapping[str, Any],
+        reduction: str,
     ) -> None:
         self._plan = plan
-        self._captures = captures
-        options = settings.fisher_options
+        self._recorders = recorders
         self._exact = options["name"] == "exact"
         self._likelihood = options["likelihood"]
-        self._reduction = settings.loss_reduction
+        self._reduction = reduction
         self._pick = options["model_output"]
         # The outputs, and how many rows of each belong to an example.
         self._waiting: dict[int, tuple[Tensor, int]] = {}
         self._passes = 0
 
-    def wanting(self) -> list[LayerCapture]:
+    def wanting(self) -> list[Recorder]:
         return [
-            capture
-            for capture in self._captures
-            if capture.wants_sums and capture.weight.requires_grad and not capture.disabled
+            recorder
+            for recorder in self._recorders
+            if recorder.wants_moments and recorder.weight.requires_grad and not recorder.inactive
         ]
 
     def expect(self, module: nn.Module, output: Any) -> None:
@@ -178,18 +184,18 @@ class ExtraPass:
 
     def _run(self, number: int) -> None:
         output, rows = self._waiting.pop(number, (None, 1))
-        captures = self.wanting()
-        weights = list(dict.fromkeys(capture.in_graph for capture in captures))  # may be shared
+        recorders = self.wanting()
+        weights = list(dict.fromkeys(recorder.in_graph for recorder in recorders))  # may be shared
         if output is None or not weights:
             return
         plan = self._plan
-        plan.extra_pass_of, plan.extra_pass_first = torch._C._current_graph_task_id(), True
+        plan.extra_pass_of, plan.extra_pass_first = current_pass(), True
         try:
             for gradient in self._gradients(output.detach(), rows):
                 torch.autograd.grad(output, weights, gradient, retain_graph=True, allow_unused=True)
                 plan.extra_pass_first = False
-                for capture in captures:
-                    capture.close_extra_pass()
+                for recorder in recorders:
+                    recorder.close_extra_pass()
         finally:
             plan.extra_pass_of = None
 
@@ -235,8 +241,8 @@ def _sequence(output: Any) -> Sequence[Any]:
     return output if isinstance(output, (tuple, list)) else ()
 
 
-class OutputHook:
-    """The forward hook on the model; like `LayerHook` it is inert in a copy and never compiled."""
+class OutputHook(InertInCopies):
+    """The forward hook on the model; never compiled."""
 
     def __init__(self, extra_pass: ExtraPass | None = None) -> None:
         self._extra_pass = weakref.ref(extra_pass) if extra_pass is not None else None
@@ -246,12 +252,6 @@ class OutputHook:
         if self._expect is not None and torch.is_grad_enabled():
             self._expect(self._extra_pass, module, output)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OutputHook:
-        return OutputHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OutputHook, ()
-
 
 def _expect(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> None:
     extra_pass = reference()
@@ -259,7 +259,7 @@ def _expect(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -
         extra_pass.expect(module, output)
 
 
-def attach_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:
-    # Before hooks of the user that change the output, but after that of a layer, which starts the
-    # graph anew, where the model is one itself.
-    return model.register_forward_hook(OutputHook(extra_pass), prepend=not watched_by(model))
+def hook_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:
+    # Before hooks of the user that change the output, but after that of a layer, which starts a
+    # new graph, where the model is one itself.
+    return model.register_forward_hook(OutputHook(extra_pass), prepend=not hooked_by(model))

@@ -1,0 +1,27 @@
+"""What backward passes leave behind for the layers of a model: recorded, counted and kept."""
+
+from fop.capture.attention import hook_attention
+from fop.capture.autograd import RemovableHandles, hook_gradient, hook_module
+from fop.capture.examples import hook_batch
+from fop.capture.fisher import ExtraPass, hook_output
+from fop.capture.plan import CapturePlan, take_over
+from fop.capture.recorder import Recorder, gradient_ratios
+from fop.capture.squares import Eigenbasis
+from fop.capture.statistics import Statistics, factor_dtype
+
+__all__ = [
+    "CapturePlan",
+    "Eigenbasis",
+    "ExtraPass",
+    "Recorder",
+    "RemovableHandles",
+    "Statistics",
+    "factor_dtype",
+    "gradient_ratios",
+    "hook_attention",
+    "hook_batch",
+    "hook_gradient",
+    "hook_module",
+    "hook_output",
+    "take_over",
+]
