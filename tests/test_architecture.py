@@ -14,12 +14,44 @@ import fop
 ROOT = Path(fop.__file__).parent
 
 # Each part of the library imports those before it, and itself. A new one is put where it belongs.
-ORDER = """
-    _torch validate schedules shards slices trainers linalg projection scaling layers capture
-    entries curvature rules costs settings checkpoints layer discovery groups messages
-    distributed skips disabling collect update directions refresh step optimizer api
-    integrations diagnostics testing __init__
-""".split()
+ORDER = [
+    "_torch",
+    "validate",
+    "schedules",
+    "shards",
+    "slices",
+    "trainers",
+    "linalg",
+    "projection",
+    "scaling",
+    "layers",
+    "capture",
+    "entries",
+    "curvature",
+    "rules",
+    "costs",
+    "settings",
+    "checkpoints",
+    "layer",
+    "discovery",
+    "groups",
+    "messages",
+    "distributed",
+    "context",
+    "skips",
+    "disabling",
+    "collect",
+    "update",
+    "directions",
+    "refresh",
+    "step",
+    "optimizer",
+    "api",
+    "integrations",
+    "diagnostics",
+    "testing",
+    "__init__",
+]
 
 # Packages besides torch: only where a user of that package asks for its glue.
 FOREIGN = {"integrations/lightning.py": {"lightning"}}

@@ -29,6 +29,7 @@ def collect(
     """This rank's gradients, whether all is finite, and what is wrong."""
     for layer in layers:
         layer.recorder.meet_gradient()
+        layer.sample = layer.recorder.sample()
     trained = ranks.trained(options)
     gradients: dict[Tensor, Tensor] = {p: p.grad for p in trained if p.grad is not None}
     problem = _sparse(gradients, options) or _replaced(layers, gradients) or tree.replaced(options)
@@ -40,7 +41,8 @@ def collect(
         tensors = [local(gradient) for gradient in gradients.values()]
         tensors += [loss] if loss is not None else []
         for layer in active:
-            tensors += layer.recorder.tensors()
+            tensors += layer.sample.difference or []
+            tensors += layer.sample.statistics.bounds()
         finite = all_finite(tensors).to(device)
         if loss_scale is not None:
             finite = finite & (loss_scale.found_inf.to(device) == 0)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fop.context import Context
 from fop.distributed import Batch, Computed
-from fop.layer import Layer, Parts, State, from_matrices, stacks, to_matrices
-from fop.messages import Messages
+from fop.layer import Layer, Parts, from_matrices, stacks, to_matrices
 from fop.projection import Coefficients, fop_update
 from fop.scaling import LossScale, Number, half_difference, unscaled
-from fop.settings import Settings
 
 
 def gradients(
@@ -39,12 +37,8 @@ def gradients(
 class Directions:
     """Computes them for one step, and keeps what else there is to know of them."""
 
-    settings: Settings
-    messages: Messages
+    context: Context
     batch: Batch
-    loss_scale: LossScale | None
-    options: Mapping[Any, Mapping[str, Any]]  # by parameter
-    state: State
     usable: Mapping[Layer, bool]  # whether there is curvature for it on this rank
     host: bool  # computed while the host waits, which then may skip the step: no masks, no stacks
     coefficients: dict[Layer, tuple[Coefficients, int]] = field(default_factory=dict)
@@ -55,7 +49,9 @@ class Directions:
         parts = {layer: self._plain(layer) for layer in layers if not self.usable[layer]}
         plain = [part for own in parts.values() for part in own]
         memory: list[Tensor] = []
-        alike = [[x] for x in usable] if self.host else stacks(usable, self.state, self._look)
+        alike = (
+            [[x] for x in usable] if self.host else stacks(usable, self.context.state, self._look)
+        )
         for stack in alike:
             pieces, tensors = from_matrices(stack, self._update(stack))
             parts.update(zip(stack, pieces, strict=True))
@@ -71,30 +67,31 @@ class Directions:
 
     def _plain(self, layer: Layer) -> Parts:
         """The gradient of a layer without curvature; a copy where it will be masked."""
-        found = unscaled(self.batch.average(layer), self.loss_scale)
+        found = unscaled(self.batch.average(layer), self.context.loss_scale)
         return found if self.host else [part.clone() for part in found]
 
     def _update(self, stack: Sequence[Layer]) -> Tensor:
-        first, settings, halves = stack[0], self.settings, self.settings.needs_halves
-        average, difference = gradients(stack, self.batch, self.loss_scale, halves=halves)
+        context, settings, first = self.context, self.context.settings, stack[0]
+        halves = settings.needs_halves
+        average, difference = gradients(stack, self.batch, context.loss_scale, halves=halves)
         if halves and difference is None:
-            self.messages.no_halves(stack, *self.batch.half_sizes(first))
+            self.context.messages.no_halves(stack, *self.batch.half_sizes(first))
         curvature = first.curvature
         if curvature.requires.gradients:
             for layer, gradient in zip(stack, average.chunk(len(stack)), strict=True):
-                self.state[layer.weight]  # exists from now on: a defaultdict, as torch's
-                curvature.watch(layer.state_in(self.state), gradient)
-        own = [layer.state_in(self.state) for layer in stack]
-        metric = curvature.metric(own, first.shape)
+                self.context.state[layer.weight]  # exists from now on: a defaultdict, as torch's
+                curvature.watch(layer.state_in(self.context.state), gradient)
+        own = [layer.state_in(self.context.state) for layer in stack]
+        metric = curvature.metric(own, first.sample.shape)
         options = settings.beta, settings.eta, settings.total_weight
         update, found = fop_update(average, difference, metric, *options, layers=len(stack))
-        lr = self.options[first.weight]["reference_lr"]
+        lr = self.context.options[first.weight]["reference_lr"]
         self.terms.append(settings.step_rule.terms(found, lr).sum(0))
         self.coefficients |= {layer: (found, index) for index, layer in enumerate(stack)}
         return update
 
     def _look(self, layer: Layer) -> object:
         """What stacked layers must have in common, besides their shapes."""
-        sizes, lr = self.batch.half_sizes(layer), self.options[layer.weight]["reference_lr"]
+        sizes, lr = self.batch.half_sizes(layer), self.context.options[layer.weight]["reference_lr"]
         known = None if isinstance(sizes[0], Tensor) else sizes
         return known, self.batch.difference(layer) is None, id(lr) if isinstance(lr, Tensor) else lr

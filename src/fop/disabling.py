@@ -7,9 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fop.distributed import Counts
+from fop.distributed import Batch, Counts
 from fop.layer import Layer
 from fop.messages import Messages
+
+
+def disable_unfit(
+    layers: Sequence[Layer],
+    known: Sequence[Layer],
+    batch: Batch,
+    ranks: int,
+    messages: Messages,
+) -> tuple[list[Layer], Mapping[Layer, Counts]]:
+    """Of the layers of a step, those that expect moments and may have them, and their counts.
+
+    `known` are all layers of the model.
+    """
+    if any(x.recorder.seen.foreign or x.recorder.seen.without_forward for x in layers):
+        messages.about_gradients(layers)
+    expecting = [layer for layer in layers if layer.sample.wants_moments]
+    counts = batch.counts() if expecting else {}
+    mismatched = [x for x in layers if x.recorder.mismatch and not x.recorder.disabled]
+    if mismatched:
+        messages.mismatches(mismatched)
+    found = [layer for layer in known if _is_unsupported(layer, counts, ranks)]
+    if found:
+        disable(found)
+        messages.unsupported(found)
+    if not counts:
+        return [], {}
+    disable_uncounted(layers, _enabled(expecting), counts, messages)
+    disable_never_called(_enabled(expecting), counts, known, messages)
+    return _enabled(expecting), counts
 
 
 def disable(layers: Iterable[Layer]) -> None:
@@ -18,27 +47,23 @@ def disable(layers: Iterable[Layer]) -> None:
         layer.recorder.forget()
 
 
-def disable_unsupported(
-    layers: Sequence[Layer], counts: Mapping[Layer, Counts] | None, ranks: int, messages: Messages
-) -> None:
-    """Layers whose adapter does not fit what their module computes.
+def _enabled(layers: Sequence[Layer]) -> list[Layer]:
+    return [layer for layer in layers if not layer.recorder.disabled]
+
+
+def _is_unsupported(layer: Layer, counts: Mapping[Layer, Counts], ranks: int) -> bool:
+    """Whether its adapter does not fit what its module computes.
 
     Ranks agree on that when they read counts; until then nothing is recorded by those that have
     found it.
     """
-    found = []
-    for layer in layers:
-        recorder = layer.recorder
-        unsupported = recorder.unsupported is not None
-        if ranks > 1:
-            known = None if counts is None else counts.get(layer)
-            unsupported = known is not None and known.unsupported > 0
-        if unsupported and not recorder.disabled:
-            reason = recorder.unsupported or "another rank found that its adapter is wrong"
-            recorder.unsupported = reason
-            found.append(layer)
-    disable(found)
-    messages.unsupported(found)
+    recorder = layer.recorder
+    found = recorder.unsupported is not None
+    if ranks > 1:
+        found = layer in counts and counts[layer].unsupported > 0
+    if found and recorder.unsupported is None:
+        recorder.unsupported = "another rank found that its adapter is wrong"
+    return found and not recorder.disabled
 
 
 def disable_uncounted(
@@ -59,12 +84,14 @@ def disable_uncounted(
     seen = {layer: counts[layer].examples / counts[layer].passes for layer in counted}
     usual = _most_common(seen.values())
     once = [layer for layer in counted if seen[layer] == 1 < usual]
-    messages.called_once(once, usual)
+    if once:
+        messages.called_once(once, usual)
     disable([*mismatched, *once])
     # A layer that other passes use may well have another average.
     passes = _most_common(counts[layer].passes for layer in counted)
     others = [x for x in counted if counts[x].passes == passes and seen[x] not in (1, usual)]
-    messages.other_counts({layer: seen[layer] for layer in others}, usual)
+    if others:
+        messages.other_counts({layer: seen[layer] for layer in others}, usual)
 
 
 def _most_common(numbers: Iterable[float]) -> float:
@@ -101,8 +128,9 @@ def disable_never_called(
             "modules (F.linear(x, layer.weight)), or .grad was set by hand, or, with "
             'fisher="mc" or "exact", the model given to the optimizer was not called'
         )
-    disable(never)
-    messages.never_called(never)
+    if never:
+        disable(never)
+        messages.never_called(never)
 
 
 def _excused(layer: Layer, count: Counts) -> bool:

@@ -7,13 +7,12 @@ Layers of one shape are stacked: their matrices [groups, o, i] one after the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fop.capture import Recorder, factor_dtype
+from fop.capture import Recorder, Statistics, factor_dtype
 from fop.costs import Work
 from fop.curvature.base import Curvature, CurvatureState, PrefixedState
 from fop.layers import LayerAdapter
@@ -24,26 +23,25 @@ State = MutableMapping[Tensor, dict[str, Any]]
 Parts = Sequence[Tensor]  # of a layer: one tensor for each of its slices
 
 
-@dataclass(frozen=True, eq=False)
 class Layer:
-    name: str
-    module_name: str
-    recorder: Recorder
-    curvature: Curvature
+    def __init__(
+        self, name: str, module_name: str, recorder: Recorder, curvature: Curvature
+    ) -> None:
+        self.name = name
+        self.module_name = module_name
+        self.recorder = recorder
+        self.curvature = curvature
+        self.weight = recorder.weight
+        self.sample = recorder.sample()  # what it brings to the present step
 
     @property
     def adapter(self) -> LayerAdapter:
         return self.recorder.adapter
 
     @property
-    def weight(self) -> nn.Parameter:
-        return self.recorder.weight
-
-    @property
     def slices(self) -> list[ParameterSlice]:
         """Of the weight and, where it is trained, the bias."""
-        weight, bias = self.recorder.weight_slice, self.recorder.bias_slice
-        return [weight] if bias is None else [weight, bias]
+        return self.recorder.sample().slices
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -66,14 +64,18 @@ class Layer:
         On every rank, also on those that don't keep the curvature themselves.
         """
         recorder = self.recorder
-        if recorder.disabled:
-            return False
-        return not recorder.plan.curvature or recorder.curvature_shape == recorder.shape
+        fits = not recorder.plan.curvature or recorder.curvature_shape == recorder.shape
+        return fits and not recorder.disabled
 
     def state_in(self, state: State) -> CurvatureState:
         """The curvature's part of the optimizer's state; empty where there is none."""
         own, prefix = state.get(self.weight, {}), self.adapter.state_prefix
         return PrefixedState(own, prefix) if prefix else own
+
+    def drop_moments(self) -> None:
+        """A step has used them up."""
+        self.recorder.drop_moments()
+        self.sample.statistics = Statistics()
 
     @property
     def keys(self) -> list[str]:
@@ -106,7 +108,8 @@ def stacks(
                 for name in layer.curvature.entries
                 if name in own
             )
-            matrix = (type(adapter).to_matrix, adapter.groups, layer.shape, len(layer.slices))
+            sample = layer.sample
+            matrix = (type(adapter).to_matrix, adapter.groups, sample.shape, len(sample.slices))
             key = (layer.curvature, entries, matrix, weight.dtype, weight.device, look(layer))
         alike.setdefault(key, []).append(layer)
     return list(alike.values())
@@ -136,7 +139,7 @@ def from_matrices(
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
     """The inverse: for each layer, tensors shaped like its slices; and the memory they are in."""
     first, count = layers[0], len(layers)
-    like = [_pair([part.like for part in layer.slices]) for layer in layers]
+    like = [_pair([part.like for part in layer.sample.slices]) for layer in layers]
     if count > 1 and first.adapter.homogeneous_bias and like[0][1] is not None:
         # Apart, they are contiguous, which is what foreach takes in one launch.
         memory = [matrices[..., :-1].contiguous(), matrices[..., -1].contiguous()]

@@ -9,7 +9,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +64,6 @@ class Messages:
 
     def not_inverted(self, layers: Sequence[Layer]) -> None:
         """Said every time, because it may pass or get worse."""
-        if not layers:
-            return
         warn(
             f"the curvature of {listed(layer.name for layer in layers)} could not be "
             "inverted, not even in float64 with more damping: the previous inverse is used where "
@@ -197,11 +194,6 @@ class Messages:
             "all ranks skip the step. Run backward() on every rank before step(); a rank without "
             "data runs the model on an empty batch: (model(x).sum() * 0).backward().",
         )
-
-    def empty_halves(self, counts: Mapping[Layer, Any]) -> None:
-        empty = [layer for layer, count in counts.items() if 0 in (count.first, count.second)]
-        if empty:
-            self.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
 
     def no_halves(self, layers: Sequence[Layer], first: Number, second: Number) -> None:
         named = [layer.name for layer in layers if not layer.recorder.disabled]

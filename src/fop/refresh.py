@@ -3,113 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from fop.capture import Statistics
+from fop.context import Context
 from fop.curvature import Curvature
 from fop.curvature.base import LAST_SIZE, CurvatureState, RefreshJob
-from fop.distributed import Batch, Counts, Ranks
+from fop.distributed import Batch, Counts
 from fop.layer import Layer, State
 from fop.linalg import all_finite, on_host
-from fop.messages import Messages
-from fop.projection import Coefficients
 from fop.rules import Feedback
-from fop.scaling import LossScale, to_means
-from fop.settings import Settings
+from fop.scaling import to_means
 
 Fresh = list[tuple[Layer, Statistics]]
 
 
-@dataclass(frozen=True)
-class Refresher:
-    """What a refresh goes by, besides the batch."""
+def refresh(
+    context: Context,
+    layers: Sequence[Layer],
+    counts: Mapping[Layer, Counts],
+    batch: Batch,
+) -> tuple[list[Layer], bool]:
+    """Refresh these layers' curvature, each on its owner.
 
-    settings: Settings
-    ranks: Ranks
-    messages: Messages
-    loss_scale: LossScale | None
-    step: int
-    options: Mapping[Any, Mapping[str, Any]]  # by parameter
-    coefficients: Mapping[Layer, tuple[Coefficients, int]]  # of the last step
+    Returns those where that failed; and whether moments are non-finite: then none is refreshed.
+    """
+    ranks, messages = context.ranks, context.messages
+    empty = [layer for layer in layers if 0 in (counts[layer].first, counts[layer].second)]
+    if empty and context.settings.needs_halves:
+        messages.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
+    owned = [layer for layer in layers if ranks.owns(layer)]
+    fresh = [(layer, batch.moments(layer, counts[layer])) for layer in owned]
+    for layer, moments in fresh:
+        _to_means(context, layer, moments)
+    for layer in layers:
+        layer.drop_moments()
+    # Sums that are finite on each rank may not be so together, or once they are scaled.
+    bounds = [bound for _, moments in fresh for bound in moments.bounds()]
+    overflow = bool(bounds) and not bool(all_finite(bounds))
+    if ranks.any_rank([overflow])[0]:
+        return [], True
+    shares = {x: share for x in layers if (share := x.recorder.take_unaccounted()) is not None}
+    if shares:
+        messages.unaccounted(shares)
+    failed = _update_and_refresh(context, fresh)
+    if failed:
+        messages.not_inverted(failed)
+    return failed, False
 
-    def refresh(
-        self, layers: Sequence[Layer], counts: Mapping[Layer, Counts], batch: Batch, state: State
-    ) -> tuple[list[Layer], bool]:
-        """Refresh these layers' curvature, each on its owner.
 
-        Returns those where that failed; and whether moments are non-finite: then on no layer.
-        """
-        if self.settings.needs_halves:
-            self.messages.empty_halves({layer: counts[layer] for layer in layers})
-        owned = [layer for layer in layers if self.ranks.owns(layer)]
-        fresh = [(layer, batch.moments(layer, counts[layer])) for layer in owned]
-        for layer, sums in fresh:
-            self._to_means(layer, sums)
-        for layer in layers:
-            layer.recorder.drop_moments()
-        # Sums that are finite on each rank may not be so together, or once they are scaled.
-        bounds = [bound for _, sums in fresh for bound in sums.bounds()]
-        overflow = bool(bounds) and not bool(all_finite(bounds))
-        if self.ranks.any_rank([overflow])[0]:
-            return [], True
-        shares = {x: share for x in layers if (share := x.recorder.take_unaccounted()) is not None}
-        self.messages.unaccounted(shares)
-        failed = self._update_and_refresh(fresh, state)
-        self.messages.not_inverted(failed)
-        return failed, False
+def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
+    # Extra passes differentiate each example's own loss, unscaled; training passes differentiate
+    # the user's.
+    settings, empirical, scale = context.settings, layer.recorder.plan.empirical, None
+    if empirical and context.loss_scale is not None:
+        if context.loss_scale.measured and layer.recorder.gradient_touched():
+            context.messages.unknown_scale()
+        scale = context.loss_scale.of_captured(layer.recorder.gradient_ratio())
+    to_means(
+        moments,
+        sharing=settings.sharing,
+        reduction=settings.loss_reduction if empirical else "sum",
+        ranks=context.ranks.size,
+        loss_scale=scale,
+    )
 
-    def _to_means(self, layer: Layer, sums: Statistics) -> None:
-        # Extra passes differentiate each example's own loss, unscaled; training passes
-        # differentiate the user's.
-        empirical, scale = layer.recorder.plan.empirical, None
-        if empirical and self.loss_scale is not None:
-            if self.loss_scale.measured and layer.recorder.gradient_touched():
-                self.messages.unknown_scale()
-            scale = self.loss_scale.of_captured(layer.recorder.gradient_ratio())
-        to_means(
-            sums,
-            sharing=self.settings.sharing,
-            reduction=self.settings.loss_reduction if empirical else "sum",
-            ranks=self.ranks.size,
-            loss_scale=scale,
-        )
 
-    def _update_and_refresh(self, fresh: Fresh, state: State) -> list[Layer]:
-        """Batches into moving averages, and those into metrics; the layers where that failed.
+def _update_and_refresh(context: Context, fresh: Fresh) -> list[Layer]:
+    """Batches into moving averages, and those into metrics; the layers where that failed.
 
-        The list is emptied.
-        """
-        failed: list[Layer] = []
-        uses = self.settings.interval(self.step)  # steps that a metric will serve on
-        for some in _rounds(fresh):
-            jobs: dict[Curvature, list[tuple[Layer, RefreshJob]]] = {}
-            for layer, moments in some:
-                state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
-                own = layer.state_in(state)
-                layer.curvature.update(own, moments, self.settings.factor_decay)
-                job = RefreshJob(own, layer.shape, self._damping(layer, own), uses)
-                jobs.setdefault(layer.curvature, []).append((layer, job))
-            unsuccessful = []
-            for curvature, pairs in jobs.items():
-                done = curvature.refresh([job for _, job in pairs])
-                unsuccessful += [x for (x, _), fine in zip(pairs, done, strict=True) if not fine]
-            _restart(unsuccessful, dict(some), state)
-            failed += unsuccessful
-        return failed
+    The list is emptied.
+    """
+    settings, state, failed = context.settings, context.state, []
+    uses = settings.interval(context.number)  # steps that a metric will serve on
+    for some in _rounds(fresh):
+        jobs: dict[Curvature, list[tuple[Layer, RefreshJob]]] = {}
+        for layer, moments in some:
+            state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
+            own = layer.state_in(state)
+            layer.curvature.update(own, moments, settings.factor_decay)
+            damping = _damping(context, layer, own)
+            job = RefreshJob(own, layer.sample.shape, damping, uses)
+            jobs.setdefault(layer.curvature, []).append((layer, job))
+        unsuccessful = []
+        for curvature, pairs in jobs.items():
+            done = curvature.refresh([job for _, job in pairs])
+            unsuccessful += [x for (x, _), fine in zip(pairs, done, strict=True) if not fine]
+        _restart(unsuccessful, dict(some), state)
+        failed += unsuccessful
+    return failed
 
-    def _damping(self, layer: Layer, own: CurvatureState) -> float:
-        last, index = self.coefficients.get(layer, (None, 0))
-        feedback = Feedback(
-            layer.name,
-            self.step,
-            self.options[layer.weight]["damping"],
-            own.get("damping"),
-            layer.curvature.mean_eigenvalue(own, layer.shape),
-            None if last is None else last.of_layer(index),
-        )
-        return float(self.settings.damping_rule(feedback))
+
+def _damping(context: Context, layer: Layer, own: CurvatureState) -> float:
+    last, index = context.last.get(layer, (None, 0))
+    feedback = Feedback(
+        layer.name,
+        context.number,
+        context.options[layer.weight]["damping"],
+        own.get("damping"),
+        lambda: layer.curvature.mean_eigenvalue(own, layer.sample.shape),
+        lambda: None if last is None else last.of_layer(index),
+    )
+    return float(context.settings.damping_rule(feedback))
 
 
 def _rounds(fresh: Fresh) -> Iterator[Fresh]:

@@ -8,6 +8,7 @@ one factor all updates are multiplied. Both may be replaced by the user's own:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -25,8 +26,18 @@ class Feedback:
     step: int  # the one that refreshes it, counted from 1
     asked: float  # `damping` of the layer's parameter group
     previous: float | None  # what it was damped with so far; None before the first refresh
-    mean_eigenvalue: Tensor | None  # of F, 0-dimensional; None where the curvature can't tell
-    coefficients: Coefficients | None  # of its last step, 0-dimensional
+    find_mean_eigenvalue: Callable[[], Tensor | None]
+    find_coefficients: Callable[[], Coefficients | None]
+
+    @property
+    def mean_eigenvalue(self) -> Tensor | None:
+        """Of F, 0-dimensional; None where the curvature can't tell."""
+        return self.find_mean_eigenvalue()
+
+    @property
+    def coefficients(self) -> Coefficients | None:
+        """Of the layer's last step, 0-dimensional."""
+        return self.find_coefficients()
 
 
 @runtime_checkable
@@ -63,9 +74,10 @@ class RelativeDamping:
     smallest: float = 1e-12  # a layer whose curvature vanishes is damped by this
 
     def __call__(self, feedback: Feedback) -> float:
-        if feedback.mean_eigenvalue is None:
+        mean = feedback.mean_eigenvalue
+        if mean is None:
             return feedback.asked
-        return max(self.smallest, feedback.asked * float(feedback.mean_eigenvalue))
+        return max(self.smallest, feedback.asked * float(mean))
 
 
 @runtime_checkable

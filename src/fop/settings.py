@@ -241,12 +241,12 @@ class Settings:
     def step_rule(self) -> StepRule:
         return self.kl_clip if isinstance(self.kl_clip, StepRule) else KLClip(self.kl_clip)
 
-    @property
+    @cached_property
     def needs_halves(self) -> bool:
         """Whether the update depends on the two half-batch gradients at all."""
         return self.beta != 0
 
-    @property
+    @cached_property
     def total_weight(self) -> float:
         """k of algorithm's eta: 1 when g_tot is the mean gradient, 2 when it is g1 + g2."""
         return 1.0 if self.total == "mean" else 2.0

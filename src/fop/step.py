@@ -21,19 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop import disabling
 from fop.capture import CapturePlan, Recorder
 from fop.checkpoints import RULE_KEYS, LayerEntries
 from fop.collect import ModuleTree, collect, follow_parameters
+from fop.context import Context, Options
 from fop.costs import refresh_cost
 from fop.curvature import make_curvature
 from fop.directions import Directions, gradients
-from fop.distributed import Batch, Contribution, Counts, Ranks, Updates
+from fop.disabling import disable_unfit
+from fop.distributed import Batch, Contribution, Ranks, Updates
 from fop.layer import Layer, State
 from fop.linalg import on_host
 from fop.messages import Messages
 from fop.projection import Coefficients
-from fop.refresh import Refresher, phases
+from fop.refresh import phases, refresh
 from fop.scaling import LossScale, Number, unscaled
 from fop.settings import Settings
 from fop.shards import is_sharded, own_rows
@@ -42,7 +43,6 @@ from fop.slices import ParameterSlice
 from fop.update import Change, apply_changes, rest_of
 
 Group = Mapping[str, Any]
-Options = Mapping[Any, Group]  # by parameter
 # a and d of a layer, and the examples in the two half-batches.
 Gradients = tuple[tuple[Tensor, Tensor | None], tuple[Number, Number]]
 
@@ -84,6 +84,7 @@ class Engine:
         self.messages = Messages()
         self.skipped = SkippedSteps()
         self._next_step = 1
+        self._kinds: dict[Any, tuple[torch.device, torch.dtype]] = {}
 
     # ---- between steps
 
@@ -125,6 +126,7 @@ class Engine:
     def adopt(self, state: State) -> None:
         """Keep of a loaded state what this rank is to keep, and agree on what there is."""
         for layer in self.layers:
+            layer.sample = layer.recorder.sample()
             for key in () if self.ranks.owns(layer) else layer.keys:
                 state.get(layer.weight, {}).pop(key, None)
         for parameter, own in state.items():
@@ -153,11 +155,11 @@ class Engine:
         """Whether this rank has curvature that fits the layer."""
         if layer.recorder.disabled or not self.ranks.owns(layer):
             return False
-        return layer.curvature.ready(layer.state_in(state), layer.shape)
+        return layer.curvature.ready(layer.state_in(state), layer.sample.shape)
 
     def _note_ready(self, layers: Sequence[Layer], ready: Sequence[bool]) -> None:
         for layer, fits in zip(layers, ready, strict=True):
-            layer.recorder.curvature_shape = layer.shape if fits else None
+            layer.recorder.curvature_shape = layer.sample.shape if fits else None
 
     # ---- the step
 
@@ -173,47 +175,52 @@ class Engine:
         `loss` is what a closure returned, if there was one.
         """
         options = {parameter: group for group in groups for parameter in group["params"]}
-        self.loss_scale, self._coefficients, last = loss_scale, {}, self._coefficients
-        own = collect(self.layers, options, self.ranks, self._tree, loss, loss_scale)
+        self.loss_scale, ranks = loss_scale, self.ranks
+        own = collect(self.layers, options, ranks, self._tree, loss, loss_scale)
         if not own.parameters:
             if own.problem is not None:
                 raise own.problem
             return any(layer.recorder.refresh_due for layer in self.layers)
-        follow_parameters(own.parameters, self.layers, state)
-        batch = self.batch = self.ranks.batch(own)
+        self._follow(own.parameters, state)
+        batch = self.batch = ranks.batch(own)
         if not own.gradients and self._nobody_has_gradients(batch):
             return any(layer.recorder.refresh_due for layer in self.layers)
         layers, parameters = batch.taking_part()
-        expecting, counts = self._disable(layers, batch)
+        expecting, counts = disable_unfit(layers, self.layers, batch, ranks.size, self.messages)
         layers = [layer for layer in layers if not layer.recorder.disabled]
         with_moments = [layer for layer in expecting if counts[layer].examples]
         rest = rest_of(parameters, layers)
         batch.reduce(with_moments, list(rest))
-        finite = batch.finite
+        finite, number, last = batch.finite, self._next_step, self._coefficients
+        context = Context(
+            self.settings, ranks, self.messages, number, options, state, loss_scale, last
+        )
         failed: list[Layer] = []
         retry = bool(expecting) and not bool(finite)
         if with_moments and not retry:
-            refresher = Refresher(
-                self.settings, self.ranks, self.messages, loss_scale, self._next_step, options, last
-            )
-            failed, retry = refresher.refresh(with_moments, counts, batch, state)
-        host = on_host(finite)
+            failed, retry = refresh(context, with_moments, counts, batch)
         for layer in layers:
-            layer.recorder.drop_moments()
+            layer.drop_moments()
         usable = {layer: self._usable(layer, state) for layer in layers}
-        directions = Directions(
-            self.settings, self.messages, batch, loss_scale, options, state, usable, host
-        )
-        wait = self.ranks.broadcast(layers, directions.compute)
+        directions = Directions(context, batch, usable, on_host(finite))
+        wait = ranks.broadcast(layers, directions.compute)
         self._coefficients = directions.coefficients
-        totals = self.ranks.all_sum(directions.total_terms(), "clip")
+        totals = ranks.all_sum(directions.total_terms(), "clip")
         finite = finite & totals.isfinite().all().to(finite.device) & (not retry)
-        pairs = self.ranks.any_rank([flag for x in expecting for flag in (x in failed, usable[x])])
+        pairs = ranks.any_rank([flag for x in expecting for flag in (x in failed, usable[x])])
         self._note_ready(expecting, pairs[1::2])
         updates = self._scale(wait(), totals, layers, finite)
         self._apply(self._changes(updates, batch, rest, finite), batch, finite, options, state)
         self._count(finite, options, may_read=bool(expecting))
         return retry or any(pairs[::2])
+
+    def _follow(self, parameters: Iterable[nn.Parameter], state: State) -> None:
+        """Move state along with a model that was moved or cast after the last step."""
+        kinds = {p: (p.device, p.dtype) for p in parameters}
+        moved = [p for p, kind in kinds.items() if self._kinds.get(p, kind) != kind]
+        self._kinds |= kinds
+        if moved:
+            follow_parameters(moved, self.layers, state)
 
     def _nobody_has_gradients(self, batch: Batch) -> bool:
         """Whether no rank has one; where some have, all skip the step."""
@@ -223,23 +230,6 @@ class Engine:
             return True
         self.messages.no_gradients(self.ranks.index, missing, self.ranks.size)
         return False
-
-    def _disable(
-        self, layers: Sequence[Layer], batch: Batch
-    ) -> tuple[list[Layer], Mapping[Layer, Counts]]:
-        """Disable what can't be handled; the layers that expect moments, and all counts."""
-        self.messages.about_gradients(layers)
-        expecting = [x for x in layers if x.recorder.wants_moments and not x.recorder.disabled]
-        counts = batch.counts() if expecting else None
-        self.messages.mismatches([x for x in layers if not x.recorder.disabled])
-        disabling.disable_unsupported(self.layers, counts, self.ranks.size, self.messages)
-        if counts is None:
-            return [], {}
-        expecting = [layer for layer in expecting if not layer.recorder.disabled]
-        disabling.disable_uncounted(layers, expecting, counts, self.messages)
-        expecting = [layer for layer in expecting if not layer.recorder.disabled]
-        disabling.disable_never_called(expecting, counts, self.layers, self.messages)
-        return [layer for layer in expecting if not layer.recorder.disabled], counts
 
     # ---- what the last step left
 
@@ -252,7 +242,7 @@ class Engine:
         """a, d and the examples of both halves; None where they are gone, or on another rank."""
         batch = self.batch
         if batch is None and self.ranks.size == 1:  # before the step
-            flag = torch.ones((), dtype=torch.bool)
+            layer.sample, flag = layer.recorder.sample(), torch.ones((), dtype=torch.bool)
             batch = Batch(Contribution([layer], [], {}, flag, self.loss_scale, None))
         if batch is None or not self.ranks.owns(layer) or not batch.has(layer):
             return None
@@ -284,7 +274,7 @@ class Engine:
         changes = [
             Change(part, part.held(update))
             for layer, parts in updates.parts.items()
-            for part, update in zip(layer.slices, parts, strict=True)
+            for part, update in zip(layer.sample.slices, parts, strict=True)
         ]
         found = batch.gradients(rest)
         plain = unscaled([found[parameter] for parameter in rest], self.loss_scale)

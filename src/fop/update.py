@@ -167,7 +167,7 @@ def rest_of(
     """Of parameters, the rows that belong to none of the layers."""
     taken: dict[nn.Parameter, list[ParameterSlice]] = {}
     for layer in layers:
-        for part in layer.slices:
+        for part in layer.sample.slices:
             taken.setdefault(part.parameter, []).append(part)
     found: dict[nn.Parameter, list[ParameterSlice]] = {}
     for parameter in parameters:

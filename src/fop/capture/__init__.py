@@ -5,7 +5,7 @@ from fop.capture.autograd import RemovableHandles, hook_gradient, hook_module
 from fop.capture.examples import hook_batch
 from fop.capture.fisher import ExtraPass, hook_output
 from fop.capture.plan import CapturePlan, take_over
-from fop.capture.recorder import Recorder, gradient_ratios
+from fop.capture.recorder import Recorder, Sample, gradient_ratios
 from fop.capture.squares import Eigenbasis
 from fop.capture.statistics import Statistics, factor_dtype
 
@@ -15,6 +15,7 @@ __all__ = [
     "ExtraPass",
     "Recorder",
     "RemovableHandles",
+    "Sample",
     "Statistics",
     "factor_dtype",
     "gradient_ratios",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,19 @@ from fop.capture.passes import PassRecorder
 from fop.capture.statistics import Statistics
 from fop.layers import LayerAdapter
 from fop.shards import is_sharded, local
+from fop.slices import ParameterSlice
+
+
+@dataclass
+class Sample:
+    """What one layer brings to a step, on this rank."""
+
+    slices: list[ParameterSlice]  # of the weight and, where it is trained, the bias
+    shape: tuple[int, int]  # rows and columns of its matrix
+    difference: list[Tensor] | None  # H1 - H2 by slices; None where it is not known of `p.grad`
+    half_sizes: tuple[int, int]  # examples in the two half-batches that it is about
+    statistics: Statistics  # second moments, until they are used up
+    wants_moments: bool
 
 
 class Recorder(PassRecorder):
@@ -102,10 +116,7 @@ class Recorder(PassRecorder):
 
     @property
     def statistics(self) -> Statistics:
-        """All that belongs to `p.grad`; empty where nothing does.
-
-        Of the difference, `difference` and `half_sizes` tell what a step can use.
-        """
+        """All that belongs to `p.grad`; empty where nothing does."""
         record = self.record
         return Statistics() if record is None else record.statistics
 
@@ -119,29 +130,33 @@ class Recorder(PassRecorder):
         if record is not None:
             record.statistics = record.statistics.without_moments()
 
+    def sample(self) -> Sample:
+        """All that belongs to `p.grad`, as a step takes it."""
+        record, bias = self.record, self.bias_slice
+        found = Sample(
+            slices=[self.weight_slice] if bias is None else [self.weight_slice, bias],
+            shape=self._shapes[bias is not None],
+            difference=None,
+            half_sizes=(0, 0),
+            statistics=Statistics() if record is None else record.statistics,
+            wants_moments=self.wants_moments and not self.disabled,
+        )
+        if record is not None and not record.partial:
+            found.half_sizes = record.statistics.first, record.statistics.second
+            parts = record.statistics.difference
+            if parts is not None:
+                parts = parts[: len(found.slices)]
+                missing = found.slices[len(parts) :]  # the bias was frozen so far
+                found.difference = parts + [parts[0].new_zeros(part.shape) for part in missing]
+        return found
+
     @property
     def difference(self) -> list[Tensor] | None:
-        """H1 - H2, for the weight and a trained bias; None where that is not known of `p.grad`."""
-        record = self.record
-        if record is None or record.partial or record.statistics.difference is None:
-            return None
-        bias = self.bias_slice
-        parts = record.statistics.difference[: 1 if bias is None else 2]
-        if bias is not None and len(parts) == 1:
-            parts = [*parts, parts[0].new_zeros(bias.shape)]
-        return parts
+        return self.sample().difference
 
     @property
     def half_sizes(self) -> tuple[int, int]:
-        """Examples in the two half-batches that `difference` is about."""
-        record = self.record
-        if record is None or record.partial:
-            return 0, 0
-        return record.statistics.first, record.statistics.second
-
-    def tensors(self) -> list[Tensor]:
-        """What must be finite for a step."""
-        return [*(self.difference or []), *self.statistics.bounds()]
+        return self.sample().half_sizes
 
     # ---- what others do to p.grad
 

@@ -54,8 +54,8 @@ class Counts:
     @staticmethod
     def of(layer: Layer) -> Counts:
         recorder = layer.recorder
-        first, second = (NO_HALVES, 0.0) if recorder.seen.foreign else recorder.half_sizes
-        statistics = recorder.statistics
+        sample, statistics = layer.sample, layer.sample.statistics
+        first, second = (NO_HALVES, 0.0) if recorder.seen.foreign else sample.half_sizes
         return Counts(
             first,
             second,
@@ -134,7 +134,7 @@ class Batch:
         """The gradient, averaged over the ranks, by the layer's slices; zeros where none is."""
         return [
             part.of(torch.zeros_like(part.parameter) if grad is None else grad)
-            for part in layer.slices
+            for part in layer.sample.slices
             for grad in (part.parameter.grad,)
         ]
 
@@ -144,12 +144,11 @@ class Batch:
 
     def difference(self, layer: Layer) -> Parts | None:
         """H1 - H2, by the layer's slices."""
-        return layer.recorder.difference
+        return layer.sample.difference
 
     def half_sizes(self, layer: Layer) -> tuple[Number, Number]:
         """Examples in each half-batch, without a host read."""
-        first, second = (0, 0) if layer.recorder.mismatch else layer.recorder.half_sizes
-        return first, second
+        return (0, 0) if layer.recorder.mismatch else layer.sample.half_sizes
 
     def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
         """What their differences are still to be multiplied with, [L]."""
@@ -160,7 +159,7 @@ class Batch:
         return ratios * scale.inverse.to(ratios)
 
     def moments(self, layer: Layer, counts: Counts) -> Statistics:
-        return layer.recorder.statistics
+        return layer.sample.statistics
 
     def has(self, layer: Layer) -> bool:
         """Whether gradient and difference are still there, after the step."""
