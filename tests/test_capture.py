@@ -105,7 +105,7 @@ def test_kfac_watches_nothing_between_curvature_steps() -> None:
     output = model(points()[0])
     assert type(output.grad_fn).__name__ == "AddmmBackward0"
     train(model, optimizer, [points(seed=seed) for seed in range(6)])  # the next is step 11
-    assert type(model(points()[0]).grad_fn).__name__ == "TrackedCallBackward"
+    assert type(model(points()[0]).grad_fn).__name__ == "RecordedCallBackward"
 
 
 def test_evaluation_and_frozen_layers_cost_nothing() -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import fop
-from fop import verify
+from fop.capture import verify
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 

@@ -351,8 +351,9 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
             (cross_entropy(expected(x, index % 2 == 0), y) / rank.ranks).backward()
         if rank.ranks > 1:
             # Alternate passes of layer b are not those of the others.
-            captured = reference._engine.layers[1].recorder.record
-            captured.difference, captured.examples = None, [4 * ((rank.ranks + 1) // 2), 0]
+            recorded = reference._engine.layers[1].recorder.statistics
+            recorded.difference = None
+            recorded.first, recorded.second = 4 * ((rank.ranks + 1) // 2), 0
         reference._engine.messages._said.add("no halves")
         reference.step()
     for wrapped in DDP:
