@@ -202,15 +202,19 @@ class Engine:
         for layer in layers:
             layer.drop_moments()
         usable = {layer: self._usable(layer, state) for layer in layers}
-        directions = Directions(context, batch, usable, on_host(finite))
+        host = on_host(finite)
+        directions = Directions(context, batch, usable, host)
         wait = ranks.broadcast(layers, directions.compute)
         self._coefficients = directions.coefficients
         totals = ranks.all_sum(directions.total_terms(), "clip")
         finite = finite & totals.isfinite().all().to(finite.device) & (not retry)
         pairs = ranks.any_rank([flag for x in expecting for flag in (x in failed, usable[x])])
         self._note_ready(expecting, pairs[1::2])
-        updates = self._scale(wait(), totals, layers, finite)
-        self._apply(self._changes(updates, batch, rest, finite), batch, finite, options, state)
+        updates = self._scale(wait(), totals, layers)
+        if not host:  # carried out with every change masked
+            self._apply(context, updates, batch, rest, finite)
+        elif bool(finite):
+            self._apply(context, updates, batch, rest, None)
         self._count(finite, options, may_read=bool(expecting))
         return retry or any(pairs[::2])
 
@@ -251,64 +255,52 @@ class Engine:
 
     # ---- scale and apply
 
-    def _scale(
-        self, updates: Updates, totals: Tensor, layers: Sequence[Layer], finite: Tensor
-    ) -> Updates:
-        """By the step rule; zeros where the step is not finite, unless the host knows."""
+    def _scale(self, updates: Updates, totals: Tensor, layers: Sequence[Layer]) -> Updates:
+        """By the step rule."""
         self.clip = self.settings.step_rule.scale(totals)
         if self.clip is not None:
             for tensor in updates.of(layer for layer in layers if layer.ready):
                 tensor.mul_(self.clip.to(tensor))
-        if not on_host(finite):
-            for tensor in updates.memory:
-                tensor.masked_fill_(~finite.to(tensor.device), 0.0)
         return updates
 
-    def _changes(
+    def _apply(
         self,
+        context: Context,
         updates: Updates,
         batch: Batch,
         rest: Mapping[nn.Parameter, Sequence[ParameterSlice]],
-        finite: Tensor,
-    ) -> list[Change]:
+        finite: Tensor | None,
+    ) -> None:
+        """Change all parameters; where `finite` is a flag on the device, only if it is true."""
+        found = batch.gradients(rest)
+        plain = list(unscaled([found[parameter] for parameter in rest], self.loss_scale))
+        if finite is not None:
+            for tensor in updates.memory:
+                tensor.masked_fill_(~finite.to(tensor.device), 0.0)
+            plain = [
+                g
+                if context.options[p]["rule"] == "adamw"
+                else torch.where(finite.to(g.device), g, 0)
+                for p, g in zip(rest, plain, strict=True)  # AdamW's kernel masks itself
+            ]
         changes = [
             Change(part, part.held(update))
             for layer, parts in updates.parts.items()
             for part, update in zip(layer.sample.slices, parts, strict=True)
         ]
-        found = batch.gradients(rest)
-        plain = unscaled([found[parameter] for parameter in rest], self.loss_scale)
-        if not on_host(finite) and self.settings.fallback_of_groups["rule"] == "sgd":
-            plain = [torch.where(finite.to(g.device), g, 0.0) for g in plain]  # AdamW masks itself
-        return changes + [
-            Change(part, part.local(gradient))
-            for parts, gradient in zip(rest.values(), plain, strict=True)
-            for part in parts
-        ]
-
-    def _apply(
-        self,
-        changes: Sequence[Change],
-        batch: Batch,
-        finite: Tensor,
-        options: Options,
-        state: State,
-    ) -> None:
-        host = on_host(finite)
-        if host and not bool(finite):
-            return
+        for parts, gradient in zip(rest.values(), plain, strict=True):
+            changes += [Change(part, part.local(gradient)) for part in parts]
         taken: dict[Tensor, Tensor | None] = {}
         for parameter in {change.part.parameter for change in changes}:
-            present = batch.present(parameter)
-            flag = None if host else finite
-            if present is not None and host and not bool(present):
-                continue
-            if present is not None and not host:
+            flag, present = finite, batch.present(parameter)
+            if present is not None and finite is not None:
                 flag = finite.to(present.device) & present
+            elif present is not None and not bool(present):
+                continue
             taken[parameter] = flag
-        of_layers = {p for p in taken if options[p]["rule"] == "curvature"}
+        of_layers = {p for p in taken if context.options[p]["rule"] == "curvature"}
         preconditioned = of_layers - self._disabled_parameters()
-        apply_changes(changes, options, state, self.settings, preconditioned, taken)
+        apply_changes(changes, context.options, context.state, self.settings, preconditioned, taken)
 
     def _disabled_parameters(self) -> set[Tensor]:
         """Those that belong to disabled layers alone."""

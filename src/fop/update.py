@@ -142,7 +142,7 @@ def _scale(tensors: Tensors, factor: Number, finite: Tensor | None) -> None:
         like = tensors[0]
         # Precise enough to act like a Python number.
         chosen = torch.as_tensor(factor, dtype=factor_dtype(like.dtype), device=like.device)
-        factor = torch.where(finite, chosen, torch.ones_like(chosen))
+        factor = torch.where(finite.to(like.device), chosen, torch.ones_like(chosen))
     torch._foreach_mul_(tensors, factor)
 
 
