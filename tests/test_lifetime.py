@@ -90,3 +90,16 @@ def test_hundreds_of_steps_do_not_grow(settings: dict[str, Any]) -> None:
     assert len(gc.get_objects()) - objects < 100
     if resident is not None:  # what C++ holds shows only here
         assert resident_bytes() - resident < 8 * 2**20
+
+
+def test_zeroed_gradients_take_all_that_was_recorded_with_them() -> None:
+    """The next forward pass must not find the last step's half-gradient differences in memory."""
+    model = mlp()
+    optimizer = fop.FOP(model, update_every=1)
+    train(model, optimizer, [points()])
+    samples = [layer.recorder.sample() for layer in optimizer._engine.layers]
+    kept = [weakref.ref(part) for sample in samples for part in sample.difference or ()]
+    del samples
+    assert kept
+    optimizer.zero_grad()
+    assert not any(reference() is not None for reference in kept)

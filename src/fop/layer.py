@@ -72,6 +72,10 @@ class Layer:
         own, prefix = state.get(self.weight, {}), self.adapter.state_prefix
         return PrefixedState(own, prefix) if prefix else own
 
+    def let_go(self) -> None:
+        """After a step: the sample's tensors belong to the gradients, and go with them."""
+        self.sample.difference, self.sample.statistics = None, Statistics()
+
     def drop_moments(self) -> None:
         """A step has used them up."""
         self.recorder.drop_moments()

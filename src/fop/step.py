@@ -115,6 +115,7 @@ class Engine:
         self.plan.examples.forget()
         for layer, offset in zip(self.layers, offsets, strict=True):
             recorder = layer.recorder
+            layer.let_go()
             recorder.refresh_due = retry or (
                 self.plan.curvature and self.settings.refresh_due(next_step, offset)
             )
@@ -182,7 +183,8 @@ class Engine:
                 raise own.problem
             return any(layer.recorder.refresh_due for layer in self.layers)
         self._follow(own.parameters, state)
-        batch = self.batch = ranks.batch(own)
+        batch = ranks.batch(own)
+        self.batch = batch if ranks.size > 1 else None  # alone, it can be had again
         if not own.gradients and self._nobody_has_gradients(batch):
             return any(layer.recorder.refresh_due for layer in self.layers)
         layers, parameters = batch.taking_part()
