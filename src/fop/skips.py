@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fop.linalg import all_finite, on_host
 from fop.scaling import Number
-from fop.shards import local
+from fop.slices import local
 
 # Skipped steps in a row before the user is told. GradScaler starts with a scale that may overflow
 # sixteen times before it is down to 1.

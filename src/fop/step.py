@@ -37,7 +37,6 @@ from fop.projection import Coefficients
 from fop.refresh import phases, refresh
 from fop.scaling import LossScale, Number, unscaled
 from fop.settings import Settings
-from fop.shards import is_sharded, own_rows
 from fop.skips import SkippedSteps, name_non_finite
 from fop.slices import ParameterSlice
 from fop.update import Change, apply_changes, rest_of
@@ -130,9 +129,10 @@ class Engine:
             for key in () if self.ranks.owns(layer) else layer.keys:
                 state.get(layer.weight, {}).pop(key, None)
         for parameter, own in state.items():
-            for key in RULE_KEYS & own.keys() if is_sharded(parameter) else ():
+            rows = ParameterSlice(parameter)  # type: ignore[arg-type]
+            for key in RULE_KEYS & own.keys() if rows.sharded else ():
                 if own[key].shape == parameter.shape:
-                    own[key] = own[key][own_rows(parameter)].clone()
+                    own[key] = rows.held(own[key]).clone()
         self._note_ready(
             self.layers, self.ranks.any_rank([self._usable(x, state) for x in self.layers])
         )

@@ -22,7 +22,7 @@ from fop.distributed.comm import Comm, Handle
 from fop.distributed.ranks import Batch, Contribution, Counts
 from fop.layer import Layer, Parts
 from fop.scaling import Number, mean_over_ranks
-from fop.shards import local
+from fop.slices import local
 
 COUNTS = len(fields(Counts))
 MISMATCHES = [field.name for field in fields(Counts)].index("mismatches")

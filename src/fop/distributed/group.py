@@ -41,7 +41,6 @@ from fop.distributed.ranks import Batch, Computed, Contribution, Ranks, Updates
 from fop.layer import Layer, Parts
 from fop.linalg import on_host
 from fop.scaling import LossScale
-from fop.shards import local
 
 # With other ranks, where they may wait elsewhere for this one: much less than usual time-outs.
 PATIENCE = timedelta(seconds=120)
@@ -309,7 +308,7 @@ def _pack_moments(layer: Layer, tensors: list[Tensor]) -> None:
 def _pack_gradients(layer: Layer, tensors: list[Tensor]) -> None:
     for part, tensor in zip(layer.slices, tensors, strict=True):
         grad = part.parameter.grad
-        _copy_or_zero(None if grad is None else part.padded(local(grad)), tensor)
+        _copy_or_zero(None if grad is None else part.padded(grad), tensor)
 
 
 def _pack_gradient(parameter: Tensor, tensors: list[Tensor]) -> None:

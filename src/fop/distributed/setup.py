@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fop.distributed.agreement import Description, check_agreement
 from fop.distributed.ranks import Ranks
-from fop.shards import group_of
+from fop.slices import group_of
 
 if TYPE_CHECKING:
     from fop.distributed.comm import Comm
