@@ -276,8 +276,7 @@ class Engine:
             for layer, parts in updates.parts.items()
             for part, update in zip(layer.sample.slices, parts, strict=True)
         ]
-        found = batch.gradients(rest)
-        plain = unscaled([found[parameter] for parameter in rest], self.loss_scale)
+        plain = unscaled([batch.gradient(parameter) for parameter in rest], self.loss_scale)
         if not on_host(finite) and self.settings.fallback_of_groups["rule"] == "sgd":
             plain = [torch.where(finite.to(g.device), g, 0.0) for g in plain]  # AdamW masks itself
         return changes + [
