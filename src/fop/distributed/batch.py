@@ -122,14 +122,12 @@ class GroupBatch(Batch):
         """By layer, or parameter; those of a row's owners are summed over the other rows first."""
         if what not in self._reduced:
             comm, mine = self._comm, []
-            for reduction in self._started.pop(what, []):
-                bucket, flat, handle = reduction
+            for bucket, flat, handle in self._started.pop(what, []):
                 handle.wait()
                 if what == GRADIENTS:  # on all ranks already
-                    mine.append(reduction)
+                    mine.append((bucket, flat, handle))
                 elif bucket.owner == comm.column:
-                    handle = comm.sum_of_column(flat, bucket.label(what))
-                    mine.append(Reduction(bucket, flat, handle))
+                    mine.append((bucket, flat, comm.sum_of_column(flat, bucket.label(what))))
             self._reduced[what] = found = {}
             for bucket, flat, handle in mine:
                 handle.wait()

@@ -52,12 +52,6 @@ class Bucket:
         numel = sum(item.numel for item in self.items)
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
-    def packed(self, pack: Pack) -> Tensor:
-        flat = self.empty()
-        for key, tensors in self.views(flat).items():
-            pack(key, tensors)
-        return flat
-
     def views(self, flat: Tensor) -> dict[Any, list[Tensor]]:
         """The tensors of each item within the message."""
         found: dict[Any, list[Tensor]] = {}
@@ -113,7 +107,9 @@ class Reduction(NamedTuple):
 
     @staticmethod
     def start(comm: Comm, bucket: Bucket, quantity: Quantity) -> Reduction:
-        flat, label = bucket.packed(quantity.pack), bucket.label(quantity.name)
+        flat, label = bucket.empty(), bucket.label(quantity.name)
+        for key, tensors in bucket.views(flat).items():
+            quantity.pack(key, tensors)
         if quantity.to_all:
             return Reduction(bucket, flat, comm.sum_of_all(flat, label))
         return Reduction(bucket, flat, comm.reduce_in_row(flat, bucket.owner, label))

@@ -54,7 +54,6 @@ class Comm:
         self.under_way: list[Handle] = []  # the latest messages, for errors
         self._base = group
         self._all = self._new_ring(range(self.ranks))
-        self.form_rows(self.ranks)
 
     def form_rows(self, row_size: int) -> None:
         """Stand in rows of so many; all ranks must agree on the number."""

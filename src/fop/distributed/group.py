@@ -157,9 +157,12 @@ class Group(Ranks):
         if self._queue is None or self._queue.outdated:
             self._queue = self._new_queue()
         self._queue.close()
-        averaged, sharded = self._averaged, self.partial_rows
         batch = GroupBatch(
-            contribution, self.comm, self._start_reductions, averaged=averaged, sharded=sharded
+            contribution,
+            self.comm,
+            self._start_reductions,
+            averaged=self._averaged,
+            sharded=self.partial_rows,
         )
         if self._averaged and not contribution.gradients:
             self._meet(batch)
@@ -200,10 +203,8 @@ class Group(Ranks):
             items = [Item(p, 0, (tuple(p.shape),), p.dtype, p.device) for p in others]
             further.append(Quantity(GRADIENTS, items, _pack_gradients, to_all=True))
         for quantity in further:
-            started[quantity.name] = [*started.get(quantity.name, ())] + [
-                Reduction.start(self.comm, bucket, quantity)
-                for bucket in into_buckets(quantity.items)
-            ]
+            more = [Reduction.start(self.comm, b, quantity) for b in into_buckets(quantity.items)]
+            started[quantity.name] = started.get(quantity.name, []) + more
         return started
 
     def reset(self) -> None:
@@ -232,11 +233,11 @@ class Group(Ranks):
 
         return updates
 
-    def all_sum(self, values: Tensor, what: str, limit: timedelta | None = None) -> Tensor:
+    def all_sum(self, values: Tensor, what: str) -> Tensor:
         device = next(iter(self._owners)).weight.device if self._owners else values.device
         # Every row has come to the same numbers.
         numbers = values.to(device, torch.float64) / self.comm.rows
-        self.comm.sum_of_all(numbers, f"{what} of all layers").wait(limit)
+        self.comm.sum_of_all(numbers, f"{what} of all layers").wait()
         return numbers
 
     # ---- outside of steps
@@ -248,8 +249,10 @@ class Group(Ranks):
 
     def _meet_to_save(self) -> None:
         """The first rank may have come alone; the others may wait for it, which often does more."""
+        device = next(iter(self._owners)).weight.device if self._owners else None
+        handle = self.comm.sum_of_all(torch.zeros((), device=device), "start of saving")
         try:
-            self.all_sum(torch.zeros(()), "saving", PATIENCE if self.index == 0 else None)
+            handle.wait(PATIENCE if self.index == 0 else None)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.index} of {self.size} is to save the optimizer's state, but others "
