@@ -18,7 +18,6 @@ ORDER = [
     "_torch",
     "validate",
     "schedules",
-    "shards",
     "slices",
     "trainers",
     "linalg",

@@ -13,7 +13,7 @@ from fop.distributed import Contribution, Ranks
 from fop.layer import Layer, State
 from fop.linalg import all_finite
 from fop.scaling import LossScale
-from fop.shards import local
+from fop.slices import local
 
 Options = Mapping[Any, Mapping[str, Any]]  # by parameter
 

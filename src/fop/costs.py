@@ -59,40 +59,32 @@ class Work:
 
     def second_moments(self, rows: int) -> float:
         """Of both factors, from `rows` rows of inputs and of output gradients."""
-        return float(self.groups * rows * sum(triangle(width) for width, _ in self._matrices()))
+        return float(self.groups * rows * sum(triangle(width) for width, _, _ in self._factors()))
 
     def decompositions(self) -> float:
         """Of both factors, once."""
         return self.groups * sum(
-            width**2 * (width + 3 * STORAGE.block) / 6
-            if self._is_solved(width, other)
-            else width**3 / 2
-            for width, other in self._matrices()
+            width**2 * (width + 3 * STORAGE.block) / 6 if solved else width**3 / 2
+            for width, _, solved in self._factors()
         )
 
     def products(self, passes: Passes = FOP_PASSES) -> float:
         """Of one step."""
         total = 0.0
-        for width, other in self._matrices():
-            if self._is_solved(width, other):
-                one_pass = passes.fisher * width**2 + passes.triangular * triangle(width)
-            else:
-                one_pass = (passes.fisher + passes.inverse) * width**2
-            total += other * one_pass
+        for width, other, solved in self._factors():
+            square = width**2
+            inverse = passes.triangular * triangle(width) if solved else passes.inverse * square
+            total += other * (passes.fisher * square + inverse)
         return self.groups * total
 
-    def _matrices(self) -> Iterator[tuple[int, int]]:
-        """(d, k) of the factors that are not diagonal."""
-        if not self.diagonal_rows:
-            yield self.rows, self.columns
-        if not self.diagonal_columns:
-            yield self.columns, self.rows
-
-    def _is_solved(self, width: int, other: int) -> bool:
-        steps = self.solves_over
-        return (
-            steps is not None and width >= STORAGE.packed_from and solve_pays(width, steps * other)
-        )
+    def _factors(self) -> Iterator[tuple[int, int, bool]]:
+        """d, k, and whether by triangular solves, of the factors that are not diagonal."""
+        of_rows = self.rows, self.columns, self.diagonal_rows
+        of_columns = self.columns, self.rows, self.diagonal_columns
+        for width, other, diagonal in (of_rows, of_columns):
+            steps = self.solves_over if width >= STORAGE.packed_from else None
+            if not diagonal:
+                yield width, other, steps is not None and solve_pays(width, steps * other)
 
 
 def triangle(width: int) -> float:

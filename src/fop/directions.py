@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fop.context import Context
-from fop.distributed import Batch, Computed
+from fop.distributed import Batch, Updates
 from fop.layer import Layer, Parts, from_matrices, stacks, to_matrices
 from fop.projection import Coefficients, fop_update
 from fop.scaling import LossScale, Number, half_difference, unscaled
@@ -44,7 +44,7 @@ class Directions:
     coefficients: dict[Layer, tuple[Coefficients, int]] = field(default_factory=dict)
     terms: list[Tensor] = field(default_factory=list)  # of the step rule
 
-    def compute(self, layers: Sequence[Layer]) -> Computed:
+    def compute(self, layers: Sequence[Layer]) -> Updates:
         usable = [layer for layer in layers if self.usable[layer]]
         parts = {layer: self._plain(layer) for layer in layers if not self.usable[layer]}
         plain = [part for own in parts.values() for part in own]
@@ -56,7 +56,7 @@ class Directions:
             pieces, tensors = from_matrices(stack, self._update(stack))
             parts.update(zip(stack, pieces, strict=True))
             memory += tensors
-        return Computed([parts[layer] for layer in layers], memory, plain)
+        return Updates({layer: parts[layer] for layer in layers}, [*memory, *plain], memory)
 
     def total_terms(self) -> Tensor:
         """The step rule's terms of the layers that this rank owns, [k]."""

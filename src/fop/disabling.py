@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fop.distributed import Batch, Counts
 from fop.layer import Layer
-from fop.messages import Messages
+from fop.messages import Messages, listed
 
 
 def disable_unfit(
@@ -29,7 +29,7 @@ def disable_unfit(
     counts = batch.counts() if expecting else {}
     mismatched = [x for x in layers if x.recorder.mismatch and not x.recorder.disabled]
     if mismatched:
-        messages.mismatches(mismatched)
+        messages.no_examples({layer: layer.recorder.mismatch for layer in mismatched})
     found = [layer for layer in known if _is_unsupported(layer, counts, ranks)]
     if found:
         disable(found)
@@ -85,7 +85,7 @@ def disable_uncounted(
     usual = _most_common(seen.values())
     once = [layer for layer in counted if seen[layer] == 1 < usual]
     if once:
-        messages.called_once(once, usual)
+        messages.no_examples(dict.fromkeys(once, (1, usual)))
     disable([*mismatched, *once])
     # A layer that other passes use may well have another average.
     passes = _most_common(counts[layer].passes for layer in counted)
@@ -118,10 +118,9 @@ def disable_never_called(
     ]
     works = any(counts[layer].examples for layer in expecting) or any(x.ready for x in layers)
     if never and not works:
-        names = ", ".join(repr(layer.name) for layer in never[:3])
-        more = f" and {len(never) - 3} more" if len(never) > 3 else ""
+        names = listed((layer.name for layer in never), limit=3)
         raise RuntimeError(
-            f"no backward pass through any layer was seen, but {names}{more} have gradients: there "
+            f"no backward pass through any layer was seen, but {names} have gradients: there "
             "is nothing to make curvature of. Either the model was called by torch.compile before "
             "the optimizer was built, or one like it was, and its graph has no hooks (build the "
             "optimizer first, or call torch.compiler.reset()), or weights are used without their "

@@ -22,8 +22,7 @@ from fop.layers import (
     has_own_forward,
 )
 from fop.settings import Skip
-from fop.shards import check_shards
-from fop.slices import ParameterSlice
+from fop.slices import ParameterSlice, check_shards
 
 logger = logging.getLogger("fop")
 

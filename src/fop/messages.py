@@ -36,8 +36,11 @@ def _package(module: Mapping[str, object]) -> str:
     return str(module.get("__name__", "")).partition(".")[0]
 
 
-def listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
+def listed(names: Iterable[str], limit: int | None = None) -> str:
+    """Names in quotes; of more than `limit`, the first ones and how many more there are."""
+    found = [repr(name) for name in names]
+    more = 0 if limit is None else len(found) - limit
+    return ", ".join(found[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 class Messages:
@@ -51,24 +54,13 @@ class Messages:
             self._said.add(topic)
             warn(f"{message} (Said once.)")
 
-    def about_gradients(self, layers: Sequence[Layer]) -> None:
-        """Of layers whose gradient is not what backward passes through them have left."""
-        for layer in layers:
-            recorder = layer.recorder
-            if recorder.disabled:
-                continue
-            if recorder.seen.without_forward and layer.ready:
-                self._without_forward(layer)
-            elif recorder.seen.foreign:
-                self._foreign(layer)
+    def _unsaid(self, topic: str, numbers: Mapping[Layer, str]) -> dict[Layer, str]:
+        """Of layers that have not been named for this; from now on they have."""
+        new = {x: text for x, text in numbers.items() if f"{topic} {x.name}" not in self._said}
+        self._said |= {f"{topic} {layer.name}" for layer in new}
+        return new
 
-    def not_inverted(self, layers: Sequence[Layer]) -> None:
-        """Said every time, because it may pass or get worse."""
-        warn(
-            f"the curvature of {listed(layer.name for layer in layers)} could not be "
-            "inverted, not even in float64 with more damping: the previous inverse is used where "
-            "there is one, else the plain gradient. If this repeats, raise damping."
-        )
+    # ---- steps
 
     def skipped(self, in_a_row: int, what: str) -> None:
         """Said each time that it starts."""
@@ -78,25 +70,46 @@ class Messages:
             "for bad data, a loss that overflows, or a learning rate that is too large."
         )
 
+    def no_gradients(self, rank: int, missing: int, ranks: int) -> None:
+        self._once(
+            "no gradients",
+            f"rank {rank} called step() without a gradient ({missing} of {ranks} ranks did), so "
+            "all ranks skip the step. Run backward() on every rank before step(); a rank without "
+            "data runs the model on an empty batch: (model(x).sum() * 0).backward().",
+        )
+
+    def unknown_scale(self) -> None:
+        self._once(
+            "unknown scale",
+            "gradients were changed (clipped, say) after GradScaler.unscale_(), so the loss scale "
+            "of this step can't be told from the change, and the curvature shrinks with the "
+            "square of a clip. Set optimizer.grad_scaler = scaler once, where optimizer is the "
+            "fop optimizer itself.",
+        )
+
+    # ---- layers that a step found to be other than they seemed; each is disabled once
+
     def never_called(self, layers: Sequence[Layer]) -> None:
-        if layers:
-            warn(
-                "some layers use the fallback optimizer, because they have gradients, but no call "
-                "of their modules was seen: their weights are used directly (F.linear(x, "
-                "layer.weight), a fused kernel). Call the modules to give them curvature, or list "
-                f"them in skip: {listed(layer.name for layer in layers)}"
-            )
+        warn(
+            "some layers use the fallback optimizer, because they have gradients, but no call of "
+            "their modules was seen: their weights are used directly (F.linear(x, layer.weight), a "
+            "fused kernel). Call the modules to give them curvature, or list them in skip: "
+            f"{listed(layer.name for layer in layers)}"
+        )
 
-    def mismatches(self, layers: Sequence[Layer]) -> None:
-        """Of layers some of whose calls had no single examples."""
-        found = {b: b.recorder.mismatch for b in layers if b.recorder.mismatch is not None}
-        self._no_examples({b: f"{rows} and {size}" for b, (rows, size) in found.items()})
+    def unsupported(self, layers: Sequence[Layer]) -> None:
+        reasons = "; ".join(f"{layer.name!r}: {layer.recorder.unsupported}" for layer in layers)
+        warn(
+            "some layers use the fallback optimizer, because their modules compute something else "
+            "than fop knows how to precondition. Their gradients are torch's own. List them in "
+            f"skip to choose that from the start. {reasons}"
+        )
 
-    def called_once(self, layers: Sequence[Layer], usual: float) -> None:
-        self._no_examples(dict.fromkeys(layers, f"1 and {usual:g}"))
-
-    def _no_examples(self, numbers: Mapping[Layer, str]) -> None:
-        new = self._unsaid("no examples", numbers)
+    def no_examples(self, numbers: Mapping[Layer, tuple[float, float] | None]) -> None:
+        """Of layers whose calls had no single examples: rows of a call, examples of its batch."""
+        pairs = {layer: pair for layer, pair in numbers.items() if pair is not None}
+        texts = {layer: f"{rows:.15g} and {size:.15g}" for layer, (rows, size) in pairs.items()}
+        new = self._unsaid("no examples", texts)
         tables = {layer: text for layer, text in new.items() if layer.adapter.one_hot}
         if tables:  # nothing to worry about
             logger.info(
@@ -114,6 +127,8 @@ class Messages:
                 "from the start. (Said once.)"
             )
 
+    # ---- layers that a step handles, but not as their user may think
+
     def other_counts(self, seen: Mapping[Layer, float], usual: float) -> None:
         new = self._unsaid("other count", {layer: f"{number:g}" for layer, number in seen.items()})
         if new:
@@ -126,81 +141,63 @@ class Messages:
                 "fallback optimizer. (Said once.)"
             )
 
-    def _unsaid(self, topic: str, texts: Mapping[Layer, str]) -> dict[Layer, str]:
-        """Of layers that have not been named for this; from now on they have."""
-        new = {b: text for b, text in texts.items() if f"{topic} {b.name}" not in self._said}
-        self._said |= {f"{topic} {layer.name}" for layer in new}
-        return new
-
-    def unsupported(self, layers: Sequence[Layer]) -> None:
-        """A layer is disabled once, so that this is said once of each."""
-        if layers:
-            reasons = "; ".join(f"{layer.name!r}: {layer.recorder.unsupported}" for layer in layers)
-            warn(
-                "some layers use the fallback optimizer, because their modules compute something "
-                "else than fop knows how to precondition. Their gradients are torch's own. List "
-                f"them in skip to choose that from the start. {reasons}"
-            )
-
-    def unknown_scale(self) -> None:
-        self._once(
-            "unknown scale",
-            "gradients were changed (clipped, say) after GradScaler.unscale_(), so the loss scale "
-            "of this step can't be told from the change, and the curvature shrinks with the "
-            "square of a clip. Set optimizer.grad_scaler = scaler once, where optimizer is the "
-            "fop optimizer itself.",
+    def not_inverted(self, layers: Sequence[Layer]) -> None:
+        """Said every time, because it may pass or get worse."""
+        warn(
+            f"the curvature of {listed(layer.name for layer in layers)} could not be "
+            "inverted, not even in float64 with more damping: the previous inverse is used where "
+            "there is one, else the plain gradient. If this repeats, raise damping."
         )
 
-    def _without_forward(self, layer: Layer) -> None:
-        self._once(
-            "bypassed",
-            f"layer {layer.name!r} has a gradient that came without a call of the module (its "
-            "weight was used directly, or is now computed by a parametrization or pruning), so its "
-            "curvature is not refreshed and its half-batches are not known: call the module, or "
-            f"build the optimizer again, with skip=[{layer.name!r}] if need be.",
-        )
-
-    def _foreign(self, layer: Layer) -> None:
-        self._once(
-            "foreign",
-            f"the gradient of layer {layer.name!r} is not the one that its backward passes have "
-            "left: it was replaced by another tensor, holds something from before them, or a pass "
-            "failed before its end. So its half-batches are not known, and this is a KFAC step for "
-            "the layer. Change gradients in place (p.grad.mul_(...)), and call "
-            "optimizer.zero_grad() after a pass that failed.",
-        )
+    def about_gradients(self, layers: Sequence[Layer]) -> None:
+        """Of layers whose gradient is not what backward passes through them have left."""
+        for layer in layers:
+            seen = layer.recorder.seen
+            if layer.recorder.disabled:
+                continue
+            if seen.without_forward and layer.ready:
+                self._once(
+                    "gradient without forward",
+                    f"layer {layer.name!r} has a gradient that came without a call of the module "
+                    "(its weight was used directly, or is now computed by a parametrization or "
+                    "pruning), so its curvature is not refreshed and its half-batches are not "
+                    "known: call the module, or build the optimizer again, with "
+                    f"skip=[{layer.name!r}] if need be.",
+                )
+            elif seen.foreign:
+                self._once(
+                    "foreign gradient",
+                    f"the gradient of layer {layer.name!r} is not the one that its backward passes "
+                    "have left: it was replaced by another tensor, holds something from before "
+                    "them, or a pass failed before its end. So its half-batches are not known, and "
+                    "this is a KFAC step for the layer. Change gradients in place "
+                    "(p.grad.mul_(...)), and call optimizer.zero_grad() after a pass that failed.",
+                )
 
     def unaccounted(self, shares: Mapping[Layer, Tensor]) -> None:
         """`shares` of the layers' gradients that calls of their modules don't account for."""
-        if "unexplained" in self._said or not shares:
+        if "unaccounted gradient" in self._said:  # spares the host read
             return
         values = torch.stack([share.cpu() for share in shares.values()]).tolist()
         for layer, share in zip(shares, values, strict=True):
             # Several calls may be added up in another order than autograd's.
             if share > torch.finfo(layer.weight.dtype).eps ** 0.4:
                 self._once(
-                    "unexplained",
+                    "unaccounted gradient",
                     f"the gradient of layer {layer.name!r} is not what the calls of its module "
                     "gave it: its weight is also used without the module (F.linear(x, "
-                    "layer.weight), say), or a hook changes its gradient. Curvature and halves "
-                    "know the calls alone. Call a module that shares the weight instead, or pass "
-                    f"skip=[{layer.name!r}].",
+                    "layer.weight), say), or a hook changes its gradient. Curvature and "
+                    "half-batches know the calls alone. Call a module that shares the weight "
+                    f"instead, or pass skip=[{layer.name!r}].",
                 )
 
-    def no_gradients(self, rank: int, missing: int, ranks: int) -> None:
-        self._once(
-            "no gradients",
-            f"rank {rank} called step() without a gradient ({missing} of {ranks} ranks did), so "
-            "all ranks skip the step. Run backward() on every rank before step(); a rank without "
-            "data runs the model on an empty batch: (model(x).sum() * 0).backward().",
-        )
-
     def no_halves(self, layers: Sequence[Layer], first: Number, second: Number) -> None:
+        """Of layers with an empty half-batch, though there are examples."""
         named = [layer.name for layer in layers if not layer.recorder.disabled]
-        if "no halves" in self._said or not named or max(first, second) <= 0:
+        if "no half-batches" in self._said or not named or max(first, second) <= 0:
             return
         self._once(
-            "no halves",
+            "no half-batches",
             f"{'layer' if len(named) == 1 else 'layers'} {listed(named)} saw {int(first)} and "
             f"{int(second)} examples in the two halves of this step's batch: with an empty half "
             "there is nothing to project, and such steps are KFAC steps. Use at least two examples "

@@ -21,7 +21,7 @@ def scale_to_batch(
 
     The learning rate grows in proportion to the batch; the curvature interval shrinks in
     proportion, to 5 steps at least (or to `update_every` if that is less), so that curvature is
-    renewed about equally often an epoch. Use as `fop.FOP(model, **fop.scale_to_batch(8192, 1024,
+    refreshed about equally often an epoch. Use as `fop.FOP(model, **fop.scale_to_batch(8192, 1024,
     lr=0.1, update_every=100))`.
     """
     for name, value in (

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fop.linalg import all_finite, on_host
+from fop.messages import listed
 from fop.scaling import Number
-from fop.shards import local
+from fop.slices import local
 
 # Skipped steps in a row before the user is told. GradScaler starts with a scale that may overflow
 # sixteen times before it is down to 1.
@@ -46,30 +47,24 @@ class SkippedSteps:
 
 def name_non_finite(groups: Mapping[Tensor, Mapping[str, Any]]) -> str:
     """Which parameters and gradients are non-finite, of a step that was skipped. Reads them all."""
-    weights, gradients, seen = [], [], 0
     names = {
         parameter: name
         for group in {id(group): group for group in groups.values()}.values()
         for parameter, name in zip(group["params"], group["param_names"], strict=True)
     }
-    for parameter, name in names.items():
-        if not bool(all_finite([local(parameter.detach())])):
-            weights.append(name)
-        if parameter.grad is not None:
-            seen += 1
-            if not bool(all_finite([local(parameter.grad)])):
-                gradients.append(name)
+    weights = _non_finite({name: p.detach() for p, name in names.items()})
+    present = {name: p.grad for p, name in names.items() if p.grad is not None}
+    gradients = _non_finite(present)
     if weights:
-        return f"parameters are non-finite already ({_listed(weights)})"
-    if len(gradients) == seen > 0:
+        return f"parameters are non-finite already ({listed(weights, limit=3)})"
+    if gradients and len(gradients) == len(present):
         return "all gradients are non-finite, as after a non-finite loss"
     if gradients:
-        return f"the gradients of {_listed(gradients)} are non-finite"
+        return f"the gradients of {listed(gradients, limit=3)} are non-finite"
     return (
         "gradients are finite, but the loss, half-batch gradients or curvature statistics are not"
     )
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
+def _non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not bool(all_finite([local(tensor)]))]

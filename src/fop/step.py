@@ -37,7 +37,6 @@ from fop.projection import Coefficients
 from fop.refresh import phases, refresh
 from fop.scaling import LossScale, Number, unscaled
 from fop.settings import Settings
-from fop.shards import is_sharded, own_rows
 from fop.skips import SkippedSteps, name_non_finite
 from fop.slices import ParameterSlice
 from fop.update import Change, apply_changes, rest_of
@@ -131,9 +130,10 @@ class Engine:
             for key in () if self.ranks.owns(layer) else layer.keys:
                 state.get(layer.weight, {}).pop(key, None)
         for parameter, own in state.items():
-            for key in RULE_KEYS & own.keys() if is_sharded(parameter) else ():
+            rows = ParameterSlice(parameter)  # type: ignore[arg-type]
+            for key in RULE_KEYS & own.keys() if rows.sharded else ():
                 if own[key].shape == parameter.shape:
-                    own[key] = own[key][own_rows(parameter)].clone()
+                    own[key] = rows.held(own[key]).clone()
         self._note_ready(
             self.layers, self.ranks.any_rank([self._usable(x, state) for x in self.layers])
         )
@@ -274,8 +274,7 @@ class Engine:
         finite: Tensor | None,
     ) -> None:
         """Change all parameters; where `finite` is a flag on the device, only if it is true."""
-        found = batch.gradients(rest)
-        plain = list(unscaled([found[parameter] for parameter in rest], self.loss_scale))
+        plain = list(unscaled([batch.gradient(parameter) for parameter in rest], self.loss_scale))
         if finite is not None:
             for tensor in updates.memory:
                 tensor.masked_fill_(~finite.to(tensor.device), 0.0)

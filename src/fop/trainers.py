@@ -12,88 +12,75 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-# Of a trainer: its optimizers, and the rank on which it asks for their states (None: on all).
-Saved = tuple[Iterable[Any], int | None]
-
-
-def _saved_by_trainer(trainer: Any) -> Saved:
-    return [trainer.optimizer], None if trainer.args.save_on_each_node else 0
-
-
-def _saved_by_accelerator(accelerator: Any) -> Saved:
-    return accelerator._optimizers, None
-
-
-# By module, class and method. Each is called on all ranks, and calls state_dict() on some of them.
-SAVING: dict[tuple[str, str, str], Callable[[Any], Saved]] = {
-    ("transformers.trainer", "Trainer", "_save_optimizer_and_scheduler"): _saved_by_trainer,
-    ("accelerate.accelerator", "Accelerator", "save_state"): _saved_by_accelerator,
+# By module, class and method, each of which is called on all ranks, and calls state_dict() on some
+# of them: the optimizers it saves, and the rank on which it asks for their states (None: on all).
+SAVING: dict[tuple[str, str, str], Callable[[Any], tuple[Iterable[Any], int | None]]] = {
+    ("transformers.trainer", "Trainer", "_save_optimizer_and_scheduler"): lambda trainer: (
+        [trainer.optimizer],
+        None if trainer.args.save_on_each_node else 0,
+    ),
+    ("accelerate.accelerator", "Accelerator", "save_state"): lambda accelerator: (
+        accelerator._optimizers,
+        None,
+    ),
 }
 
 
 def gather_where_trainers_save(kind: type) -> None:
     """Let the trainers imported so far gather the states of optimizers of this kind."""
-    for (module, owner, method), saved_by in SAVING.items():
-        trainer = getattr(sys.modules.get(module), owner, None)
-        save = getattr(trainer, method, None)
-        if save is not None and not hasattr(save, "gathers_for_fop"):
-            setattr(trainer, method, _gathering_first(save, saved_by, kind))
-
-
-def _gathering_first(
-    save: Callable[..., Any], saved_by: Callable[[Any], Saved], kind: type
-) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def gather_and_save(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizers, to = saved_by(trainer)
-        for wrapped in optimizers:
-            for optimizer in _layers_of(wrapped):
-                if isinstance(optimizer, kind):
-                    optimizer.consolidate_state_dict(to)  # type: ignore[attr-defined]
-                    break
-        return save(trainer, *args, **kwargs)
-
-    gather_and_save.gathers_for_fop = True  # type: ignore[attr-defined]
-    return gather_and_save
-
-
-CLIPPING = "plugins.precision.amp", "MixedPrecision", "clip_gradients"
+    for method, saved_by in SAVING.items():
+        _replace(*method, functools.partial(_gather_and_save, kind, saved_by))
 
 
 def explain_clipping(kind: type) -> None:
     """Let Lightning, where it refuses to clip for optimizers of this kind, say what to do."""
-    module, owner, method = CLIPPING
     for package in ("lightning.pytorch", "pytorch_lightning"):
-        plugin = getattr(sys.modules.get(f"{package}.{module}"), owner, None)
-        clip = getattr(plugin, method, None)
-        if clip is not None and not hasattr(clip, "explains_for_fop"):
-            setattr(plugin, method, _explaining(clip, kind))
+        module = f"{package}.plugins.precision.amp"
+        clip = functools.partial(_clip_or_explain, kind)
+        _replace(module, "MixedPrecision", "clip_gradients", clip)
 
 
-def _explaining(clip: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    @functools.wraps(clip)
-    def clip_or_explain(plugin: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return clip(plugin, optimizer, *args, **kwargs)
-        except RuntimeError as error:
-            if not isinstance(optimizer, kind):
-                raise
-            raise RuntimeError(
-                f"Lightning does not clip gradients of {type(optimizer).__name__} in mixed "
-                f"precision by itself. Leave out precision={plugin.precision!r} and pass "
-                f"plugins=ClippableMixedPrecision({plugin.precision!r}, {plugin.device!r}) to the "
-                "Trainer, from fop.integrations.lightning"
-            ) from error
+def _replace(module: str, owner: str, method: str, replacement: Callable[..., Any]) -> None:
+    """Have `replacement(original, self, ...)` called instead of a method, if it is imported."""
+    trainer = getattr(sys.modules.get(module), owner, None)
+    original = getattr(trainer, method, None)
+    if original is None or hasattr(original, "replaced_by_fop"):
+        return
 
-    clip_or_explain.explains_for_fop = True  # type: ignore[attr-defined]
-    return clip_or_explain
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    call.replaced_by_fop = True  # type: ignore[attr-defined]
+    setattr(trainer, method, call)
 
 
-def _layers_of(optimizer: Any) -> Iterator[Any]:
-    """An optimizer, and what it wraps."""
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "optimizer", None)
+def _gather_and_save(
+    kind: Any, saved_by: Any, save: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    optimizers, to = saved_by(trainer)
+    for optimizer in optimizers:
+        while optimizer is not None and not isinstance(optimizer, kind):
+            optimizer = getattr(optimizer, "optimizer", None)  # that it wraps
+        if optimizer is not None:
+            optimizer.consolidate_state_dict(to)
+    return save(trainer, *args, **kwargs)
+
+
+def _clip_or_explain(
+    kind: type, clip: Callable[..., Any], plugin: Any, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return clip(plugin, optimizer, *args, **kwargs)
+    except RuntimeError as error:
+        if not isinstance(optimizer, kind):
+            raise
+        raise RuntimeError(
+            f"Lightning does not clip gradients of {type(optimizer).__name__} in mixed precision "
+            f"by itself. Leave out precision={plugin.precision!r} and pass "
+            f"plugins=ClippableMixedPrecision({plugin.precision!r}, {plugin.device!r}) to the "
+            "Trainer, from fop.integrations.lightning"
+        ) from error

@@ -24,8 +24,7 @@ from fop.capture import factor_dtype
 from fop.layer import Layer, State
 from fop.scaling import Number
 from fop.settings import Settings
-from fop.shards import local
-from fop.slices import ParameterSlice
+from fop.slices import ParameterSlice, local
 
 Group = Mapping[str, Any]
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -213,7 +212,7 @@ def apply_changes(
         lr = group["lr"] if by_curvature else fallback_lr(group)
         parts = [change.part for change in some]
         states = [state[part.parameter] for part in parts]
-        tensors = [part.local(local(part.parameter)) for part in parts]
+        tensors = [part.local(part.parameter) for part in parts]
         updates = [c.update.to(c.part.parameter.dtype) for c in some]
         if not by_curvature and settings.fallback_of_groups["rule"] != "sgd":
             adamw_step(tensors, updates, states, group, taken[parameter], lr)

@@ -354,18 +354,20 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
             recorded = reference._engine.layers[1].recorder.statistics
             recorded.difference = None
             recorded.first, recorded.second = 4 * ((rank.ranks + 1) // 2), 0
-        reference._engine.messages._said.add("no halves")
-        reference.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "layer 'b' saw .* examples in the two halves")
+            reference.step()
     for wrapped in DDP:
         model = make()
         module = DistributedDataParallel(model, find_unused_parameters=True) if wrapped else model
         optimizer = fop.FOP(module, kl_clip=1e-2)
-        optimizer._engine.messages._said.add("no halves")
         for step in range(4):
             optimizer.zero_grad()
             x, y = batch(step, rank.index)
             cross_entropy(module(x, rank.index % 2 == 0), y).backward()
-            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "layer 'b' saw .* examples in the two halves")
+                optimizer.step()
         assert_same(model, expected)
 
 

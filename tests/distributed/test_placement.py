@@ -11,7 +11,6 @@ from fop.costs import Work
 from fop.costs import owner_cost as cost
 from fop.distributed.buckets import Item, Quantity, ReduceQueue, into_buckets
 from fop.distributed.placement import assign_owners as place
-from fop.distributed.placement import lower_bound
 from fop_bench.models.resnet import imagenet_resnet50
 from fop_bench.models.t2t_vit import t2t_vit_14
 
@@ -39,7 +38,8 @@ def test_no_rank_has_much_more_than_the_best_placement_could_give_it(
     loads = [0.0] * ranks
     for owner, load in zip(place(costs, ranks), costs, strict=True):
         loads[owner] += load
-    assert max(loads) <= 1.1 * lower_bound(costs, ranks)
+    # No assignment can beat the mean load, or the costliest layer.
+    assert max(loads) <= 1.1 * max(sum(costs) / ranks, *costs)
 
 
 def test_more_ranks_than_layers_leave_some_without_work() -> None:

@@ -23,8 +23,7 @@ from fop.capture.squares import Eigenbasis
 from fop.capture.statistics import Statistics, factor_dtype
 from fop.layers import LayerAdapter
 from fop.linalg import Form
-from fop.shards import local
-from fop.slices import ParameterSlice
+from fop.slices import ParameterSlice, local
 
 
 @dataclass

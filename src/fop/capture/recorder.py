@@ -12,8 +12,7 @@ from fop.capture.belongs import GradientRecord, Seen, norm_of
 from fop.capture.passes import PassRecorder
 from fop.capture.statistics import Statistics
 from fop.layers import LayerAdapter
-from fop.shards import is_sharded, local
-from fop.slices import ParameterSlice
+from fop.slices import ParameterSlice, is_sharded, local
 
 
 @dataclass

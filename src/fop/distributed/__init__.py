@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from fop.distributed.agreement import describe
-from fop.distributed.ranks import Batch, Computed, Contribution, Counts, Ranks, Updates
+from fop.distributed.ranks import Batch, Contribution, Counts, Ranks, Updates
 from fop.distributed.setup import GroupReference, join_group
 
 __all__ = [
     "Batch",
-    "Computed",
     "Contribution",
     "Counts",
     "GroupReference",

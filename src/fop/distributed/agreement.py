@@ -61,31 +61,28 @@ def _text(value: object) -> str:
 def _skip_text(model: nn.Module, skip: Any) -> str:
     names = {module: name for name, module in model.named_modules()}
     rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
-    texts = [
-        repr(rule)
-        if isinstance(rule, str)
-        else f"{rule.__module__}.{rule.__qualname__}"
-        if isinstance(rule, type)
-        else f"the module {names[rule]!r}"
-        for rule in rules
-    ]
+    texts = []
+    for rule in rules:
+        if isinstance(rule, type):
+            texts.append(f"{rule.__module__}.{rule.__qualname__}")
+        else:
+            texts.append(repr(rule) if isinstance(rule, str) else f"the module {names[rule]!r}")
     return f"[{', '.join(sorted(texts))}]"  # sets come in another order in each process
 
 
 def check_agreement(comm: Comm, mine: Description) -> None:
     """Raise on all ranks, with the options and their values, unless all describe the same.
 
-    Ranks exchange a digest; whole descriptions travel only if these differ.
+    Ranks exchange a digest; full descriptions travel only if these differ.
     """
     text = "\n".join(f"{option}: {value}" for option, value in mine.items())
     digest = hashlib.sha256(text.encode()).hexdigest()
-    if len(set(comm.gather_from_all(digest, "settings"))) == 1:
-        return
-    raise ValueError(
-        f"rank {comm.index}: the ranks must train the same model with the same settings, but "
-        f"{_differences(comm.gather_from_all(dict(mine), 'settings'))}: build the same model and "
-        "pass the same arguments on every rank"
-    )
+    if len(set(comm.gather(digest, "settings"))) > 1:
+        raise ValueError(
+            f"rank {comm.index}: the ranks must train the same model with the same settings, but "
+            f"{_differences(comm.gather(dict(mine), 'settings'))}: build the same model and pass "
+            "the same arguments on every rank"
+        )
 
 
 def _differences(descriptions: Sequence[Description]) -> str:

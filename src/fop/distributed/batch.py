@@ -8,7 +8,7 @@ clipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, fields
 from datetime import timedelta
 from typing import Any
@@ -22,10 +22,8 @@ from fop.distributed.comm import Comm, Handle
 from fop.distributed.ranks import Batch, Contribution, Counts
 from fop.layer import Layer, Parts
 from fop.scaling import Number, mean_over_ranks
-from fop.shards import local
 
-COUNTS = len(fields(Counts))
-MISMATCHES = [field.name for field in fields(Counts)].index("mismatches")
+COUNTS = [field.name for field in fields(Counts)]
 
 # What is reduced: raw sums of second moments; gradients and half-gradient differences of layers;
 # gradients of parameters in no layer.
@@ -46,34 +44,33 @@ class GroupBatch(Batch):
     ) -> None:
         super().__init__(contribution)
         self._comm, self._start, self._averaged, self._sharded = comm, start, averaged, sharded
-        self._offsets = {layer: COUNTS * i for i, layer in enumerate(contribution.layers)}
-        self._present: dict[Tensor, int] = {}
-        self._norms: dict[Layer, int] = {}
+        self._offsets: dict[Any, int] = {}  # in the totals: of layers, parameters and norms
         self._totals = self._vector()
         self._waiting: Handle | None = comm.sum_of_all(self._totals, "totals of all layers")
         self._started: dict[str, list[Reduction]] = {}
         self._reduced: dict[str, dict[Any, list[Tensor]]] = {}
 
     def _vector(self) -> Tensor:
-        own, layers = self._own, self._own.layers
-        numbers = [float(number) for layer in layers for number in astuple(Counts.of(layer))]
-        if not self._averaged:
-            # Otherwise they are equal on all ranks but those that have no gradient at all.
-            self._present = {p: len(numbers) + i for i, p in enumerate(own.parameters)}
-            numbers += [float(p in own.gradients) for p in own.parameters]
-        if self._sharded:
-            self._norms = {layer: len(numbers) + 2 * i for i, layer in enumerate(layers)}
-            numbers += [0.0] * (2 * len(layers))
-        empty = any(layer.recorder.seen.empty for layer in layers)
-        filled = any(layer.recorder.seen.examples for layer in layers)
-        flags = [empty, filled, not own.gradients, own.problem is not None, False]
-        vector = torch.tensor(
-            [*numbers, *map(float, flags)], dtype=torch.float64, device=own.finite.device
-        )
+        own, layers, offsets = self._own, self._own.layers, self._offsets
+        numbers: list[float] = []
+        for layer in layers:
+            offsets[layer] = len(numbers)
+            numbers += astuple(Counts.of(layer))
+        # Averaged ones are equal on all ranks but those that have no gradient at all.
+        for parameter in () if self._averaged else own.parameters:
+            offsets[parameter] = len(numbers)
+            numbers.append(parameter in own.gradients)
+        for layer in layers if self._sharded else ():
+            offsets[layer, "norms"] = len(numbers)
+            numbers += [0.0, 0.0]
+        seen = [layer.recorder.seen for layer in layers]
+        empty, filled = any(s.empty for s in seen), any(s.examples for s in seen)
+        numbers += [empty, filled, not own.gradients, own.problem is not None, 0.0]
+        vector = torch.tensor(numbers, dtype=torch.float64, device=own.finite.device)
         vector[-1] = (~own.finite).to(torch.float64)
-        for layer, at in self._norms.items():
-            for offset, norm in enumerate(layer.recorder.gradient_norms()):
-                vector[at + offset] = norm.to(vector) ** 2
+        for layer in layers if self._sharded else ():
+            norms = torch.stack([norm.to(vector) for norm in layer.recorder.gradient_norms()])
+            vector[offsets[layer, "norms"] :][:2] = norms.square()
         return vector
 
     def wait(self, limit: timedelta | None = None) -> Tensor:
@@ -90,20 +87,19 @@ class GroupBatch(Batch):
 
     def taking_part(self) -> tuple[list[Layer], list[nn.Parameter]]:
         own = self._own
-        if self._present:
-            return list(own.layers), list(own.parameters)
+        if not self._averaged:
+            return super().taking_part()
         if own.gradients:
             layers = [layer for layer in own.layers if layer.weight in own.gradients]
         else:
-            counts = self.counts()
-            layers = [layer for layer in own.layers if counts[layer].gradients]
+            layers = [layer for layer, counts in self.counts().items() if counts.gradients]
         return layers, [p for p in own.parameters if p in own.gradients]
 
     def without_gradients(self) -> int:
         return int(self.wait()[-3])
 
     def present(self, parameter: Tensor) -> Tensor | None:
-        at = self._present.get(parameter)
+        at = self._offsets.get(parameter)
         return None if at is None else self.wait()[at] > 0
 
     def counts(self) -> Mapping[Layer, Counts]:
@@ -114,7 +110,8 @@ class GroupBatch(Batch):
                 f"{problems} of {self._comm.ranks} ranks can't take this step, so none does: "
                 "their own errors tell why"
             )
-        return {layer: Counts(*numbers[at : at + COUNTS]) for layer, at in self._offsets.items()}
+        starts = {layer: self._offsets[layer] for layer in self._own.layers}
+        return {layer: Counts(*numbers[at : at + len(COUNTS)]) for layer, at in starts.items()}
 
     # ---- what was reduced; waits where something is first asked for
 
@@ -125,18 +122,18 @@ class GroupBatch(Batch):
         """By layer, or parameter; those of a row's owners are summed over the other rows first."""
         if what not in self._reduced:
             comm, mine = self._comm, []
-            for reduction in self._started.pop(what, []):
-                reduction.handle.wait()
+            for bucket, flat, handle in self._started.pop(what, []):
+                handle.wait()
                 if what == GRADIENTS:  # on all ranks already
-                    mine.append((reduction, reduction.handle))
-                elif reduction.bucket.owner == comm.place:
-                    mine.append((reduction, comm.sum_of_column(reduction.flat, reduction.label)))
+                    mine.append((bucket, flat, handle))
+                elif bucket.owner == comm.column:
+                    mine.append((bucket, flat, comm.sum_of_column(flat, bucket.label(what))))
             self._reduced[what] = found = {}
-            for reduction, handle in mine:
+            for bucket, flat, handle in mine:
                 handle.wait()
                 if what != MOMENTS and not (what == AVERAGES and self._sharded):
-                    mean_over_ranks(reduction.flat, comm.ranks)
-                found.update(reduction.bucket.views(reduction.flat))
+                    mean_over_ranks(flat, comm.ranks)
+                found.update(bucket.views(flat))
         return self._reduced[what]
 
     def average(self, layer: Layer) -> Parts:
@@ -144,26 +141,22 @@ class GroupBatch(Batch):
             return super().average(layer)
         return self._arrived(AVERAGES)[layer]
 
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[Tensor, Tensor]:
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
         if self._averaged:  # a rank without a backward pass has zeros to bring
-            return {
-                p: torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
-                for p in parameters
-            }
-        found = self._arrived(GRADIENTS)
-        return {p: found[p][0] for p in parameters}
+            return super().gradient(parameter)
+        return self._arrived(GRADIENTS)[parameter][0]
 
     def difference(self, layer: Layer) -> Parts | None:
         return self._arrived(DIFFERENCES).get(layer)
 
     def half_sizes(self, layer: Layer) -> tuple[Number, Number]:
-        totals, at = self.wait(), self._offsets[layer]
-        known = totals[at + MISMATCHES] == 0  # else some call is in neither half
-        return totals[at] * known, totals[at + 1] * known
+        totals = self.wait()[self._offsets[layer] :]
+        known = totals[COUNTS.index("mismatches")] == 0  # else some call is in neither half-batch
+        return totals[0] * known, totals[1] * known
 
     def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
         if self._sharded:
-            squares = [self.wait()[self._norms[layer] :][:2] for layer in layers]
+            squares = [self.wait()[self._offsets[layer, "norms"] :][:2] for layer in layers]
             before, present = torch.stack(squares).unbind(1)
             return torch.where(before > 0, present / before, 1.0).sqrt()
         # The gradient is the same on all ranks, and so is what was done to it; or each rank has

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ BUCKET_BYTES = 8 * 2**20
 Pack = Callable[[Any, list[Tensor]], None]  # writes what belongs to a key into these tensors
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """What one layer puts into a bucket: tensors of these shapes, one after the other."""
 
     key: Hashable
@@ -36,7 +36,7 @@ class Item:
 
     @property
     def numel(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes)
+        return sum(map(prod, self.shapes))
 
 
 @dataclass
@@ -52,12 +52,6 @@ class Bucket:
         numel = sum(item.numel for item in self.items)
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
-    def packed(self, pack: Pack) -> Tensor:
-        flat = self.empty()
-        for key, tensors in self.views(flat).items():
-            pack(key, tensors)
-        return flat
-
     def views(self, flat: Tensor) -> dict[Any, list[Tensor]]:
         """The tensors of each item within the message."""
         found: dict[Any, list[Tensor]] = {}
@@ -65,9 +59,8 @@ class Bucket:
         for item in self.items:
             found[item.key] = parts = []
             for shape in item.shapes:
-                numel = torch.Size(shape).numel()
-                parts.append(flat[start : start + numel].view(shape))
-                start += numel
+                parts.append(flat[start : start + prod(shape)].view(shape))
+                start += prod(shape)
         return found
 
     def label(self, what: str) -> str:
@@ -79,7 +72,7 @@ class Bucket:
 def into_buckets(items: Iterable[Item], limit: int = BUCKET_BYTES) -> list[Bucket]:
     """Items of one owner, type and device together, up to `limit` bytes, in the order given.
 
-    A bucket takes its place in the order when it is full, that is, when all its items have come.
+    A bucket comes into the order when it is full, that is, when all its items have come.
     """
     done: list[Bucket] = []
     growing: dict[Hashable, tuple[Bucket, int]] = {}
@@ -102,21 +95,24 @@ class Quantity:
     name: str
     items: Sequence[Item]
     pack: Pack
+    to_all: bool = False  # onto all ranks, not the owner alone
 
 
-@dataclass
-class Reduction:
-    """A bucket that is being summed onto its owner."""
+class Reduction(NamedTuple):
+    """A bucket that is being summed onto its owner, or all ranks."""
 
     bucket: Bucket
     flat: Tensor
     handle: Handle
-    label: str
 
     @staticmethod
     def start(comm: Comm, bucket: Bucket, quantity: Quantity) -> Reduction:
-        flat, label = bucket.packed(quantity.pack), bucket.label(quantity.name)
-        return Reduction(bucket, flat, comm.reduce_in_row(flat, bucket.owner, label), label)
+        flat, label = bucket.empty(), bucket.label(quantity.name)
+        for key, tensors in bucket.views(flat).items():
+            quantity.pack(key, tensors)
+        if quantity.to_all:
+            return Reduction(bucket, flat, comm.sum_of_all(flat, label))
+        return Reduction(bucket, flat, comm.reduce_in_row(flat, bucket.owner, label))
 
 
 class ReduceQueue:
@@ -126,12 +122,9 @@ class ReduceQueue:
         self._comm = comm
         self._waiting_for = set(layers)
         position: dict[Any, int] = {layer: i for i, layer in enumerate(reversed(layers))}
-        order: list[tuple[int, int, Quantity, Bucket]] = []
-        for number, quantity in enumerate(quantities):
-            for bucket in into_buckets(quantity.items):
-                last = max(position[item.key] for item in bucket.items)
-                order.append((last, number, quantity, bucket))
-        self._queue = [entry[2:] for entry in sorted(order, key=lambda entry: entry[:2])]
+        pairs = [(quantity, b) for quantity in quantities for b in into_buckets(quantity.items)]
+        # Of quantities that complete with the same layer, the first one first: sorts are stable.
+        self._queue = sorted(pairs, key=lambda pair: max(position[x.key] for x in pair[1].items))
         self.started: dict[str, list[Reduction]] = {q.name: [] for q in quantities}
         self.closed = False
         self.outdated = False  # a later pass has added to what was sent
@@ -142,11 +135,8 @@ class ReduceQueue:
             self.outdated = True
             return
         self._waiting_for.discard(layer)
-        while self._queue and self._is_complete(self._queue[0][1]):
+        while self._queue and not any(x.key in self._waiting_for for x in self._queue[0][1].items):
             self._start_next()
-
-    def _is_complete(self, bucket: Bucket) -> bool:
-        return not any(item.key in self._waiting_for for item in bucket.items)
 
     def close(self) -> None:
         """Send the rest."""

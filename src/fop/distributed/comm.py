@@ -13,9 +13,11 @@ The groups are not the user's, so that no message can be taken for one of Distri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,186 +25,137 @@ from torch import Tensor
 from fop._torch import timeout_of
 
 
-class Handle(Protocol):
+class Operation(NamedTuple):
+    """Bytes are those of ring and chain algorithms: so many passes over the ring."""
+
+    name: str
+    start: Callable[..., dist.Work | None]
+    passes: int
+
+
+ALL_REDUCE = Operation("all-reduce", dist.all_reduce, 2)
+REDUCE = Operation("reduce", dist.reduce, 1)
+BROADCAST = Operation("broadcast", dist.broadcast, 1)
+
+
+class Ring(NamedTuple):
+    """A process group and its members; no group where there is nobody else."""
+
+    members: Sequence[int]
+    group: dist.ProcessGroup | None
+
+
+class Comm:
+    """The ranks that share a model, and which of them this one is."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks, self.index = dist.get_world_size(group), dist.get_rank(group)
+        self.sent: Counter[str] = Counter()  # bytes, by what they were for; the mean over ranks
+        self.under_way: list[Handle] = []  # the latest messages, for errors
+        self._base = group
+        self._all = self._new_ring(range(self.ranks))
+
+    def form_rows(self, row_size: int) -> None:
+        """Stand in rows of so many; all ranks must agree on the number."""
+        self.row_size, self.rows = row_size, self.ranks // row_size
+        self.row, self.column = divmod(self.index, row_size)
+        rows = [range(row * row_size, (row + 1) * row_size) for row in range(self.rows)]
+        columns = [range(column, self.ranks, row_size) for column in range(row_size)]
+        # All ranks make all groups, in one order.
+        self._row = self._all if self.rows == 1 else [*map(self._new_ring, rows)][self.row]
+        self._column = self._all if row_size == 1 else [*map(self._new_ring, columns)][self.column]
+
+    def _new_ring(self, part: range) -> Ring:
+        of_base, group = dist.get_process_group_ranks(self._base), None
+        members = [of_base[index] for index in part]
+        # Where only a part of the world trains this model, the others can't be asked to join in.
+        everybody = len(of_base) == dist.get_world_size()
+        if len(part) > 1 and (everybody or self.index in part):
+            group = dist.new_group(
+                members,
+                timeout=timeout_of(self._base),  # torch's default is another
+                use_local_synchronization=not everybody,
+            )
+        return Ring(members, group)
+
+    def sum_of_all(self, tensor: Tensor, what: str) -> Handle:
+        """Onto every rank, in place."""
+        return self._start(ALL_REDUCE, self._all, tensor, what)
+
+    def reduce_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
+        """The row's sum onto its owner, in place; elsewhere the tensor is left undefined."""
+        return self._start(REDUCE, self._row, tensor, what, owner)
+
+    def sum_of_column(self, tensor: Tensor, what: str) -> Handle:
+        return self._start(ALL_REDUCE, self._column, tensor, what)
+
+    def broadcast_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
+        return self._start(BROADCAST, self._row, tensor, what, owner)
+
+    def broadcast_to_all(self, tensor: Tensor, what: str) -> Handle:
+        """From the first rank."""
+        return self._start(BROADCAST, self._all, tensor, what, 0)
+
+    def _start(
+        self, operation: Operation, ring: Ring, tensor: Tensor, what: str, *root: int
+    ) -> Handle:
+        message, size = f"{operation.name} of {what}", len(ring.members)
+        if ring.group is None:
+            return Handle(self, message, None)
+        numbytes = operation.passes * tensor.nbytes * (size - 1) / size
+        self.sent[what.partition(" of ")[0]] += round(numbytes)
+        with self.naming(message):
+            ranks = [ring.members[index] for index in root]
+            work = operation.start(tensor, *ranks, group=ring.group, async_op=True)
+            handle = Handle(self, message, work)
+            self.under_way = [*(h for h in self.under_way if not h.completed), handle]
+        return handle
+
+    def gather(self, mine: Any, what: str, to: int | None = None) -> list[Any]:
+        """The plain objects of all ranks on rank `to`, or on all; an empty list elsewhere."""
+        found, here, ring = [mine] * self.ranks, to in (None, self.index), self._all
+        if ring.group is not None:
+            with self.naming(f"gather of {what}"):
+                if to is None:
+                    dist.all_gather_object(found, mine, group=ring.group)
+                else:
+                    target = found if here else None
+                    dist.gather_object(mine, target, ring.members[to], group=ring.group)
+        return found if here else []
+
+    @contextmanager
+    def naming(self, message: str) -> Iterator[None]:
+        """Errors of a collective say which rank, operation and layers they are about."""
+        try:
+            yield
+        except RuntimeError as error:
+            # A failure ends them all, so which of them came through can't be told any more.
+            others = "; ".join(handle.message for handle in self.under_way) or "none"
+            raise RuntimeError(
+                f"rank {self.index} of {self.ranks}: {message} failed. Messages under way: "
+                f"{others}. Another rank has died, hangs, or took a different number of backward "
+                "passes or steps; its own output tells why. (The time-out is that of "
+                f"init_process_group.) The back end says: {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A message under way."""
+
+    comm: Comm
+    message: str
+    work: dist.Work | None  # None where there is nobody to send it to
+
     def wait(self, limit: timedelta | None = None) -> None:
         """Return when the result is there, or, on accelerators, will be for what comes next.
 
         With a limit, return when it is there, or raise.
         """
-        ...
+        if self.work is not None:
+            with self.comm.naming(self.message):
+                self.work.wait(*(() if limit is None else (limit,)))
 
-
-class _Done:
-    def wait(self, limit: timedelta | None = None) -> None:
-        pass
-
-
-class Comm:
-    """The ranks that share a model, and this one's place among them."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        members = dist.get_process_group_ranks(group)
-        self.ranks, self.index = len(members), dist.get_rank(group)
-        self.sent: Counter[str] = Counter()  # bytes, by what they were for
-        self.under_way: list[_Pending] = []  # the latest messages, for errors
-        self._base = group
-        self._all = _Ring(group, range(self.ranks), self)
-        self.form_rows(self.ranks)
-
-    def form_rows(self, row_size: int) -> None:
-        """Stand in rows of so many; all ranks must agree on the number."""
-        self.row_size, self.rows = row_size, self.ranks // row_size
-        self.row, self.place = divmod(self.index, row_size)
-        rows = [range(r * row_size, (r + 1) * row_size) for r in range(self.rows)]
-        columns = [range(place, self.ranks, row_size) for place in range(row_size)]
-        self._row = self._ring(rows)
-        self._column = self._ring(columns)
-
-    def _ring(self, parts: Sequence[range]) -> _Ring:
-        mine = None
-        for part in parts:  # all ranks make all groups, in one order
-            if len(part) == self.ranks:
-                return self._all
-            ring = _Ring(self._base, part, self)
-            mine = ring if self.index in part else mine
-        assert mine is not None
-        return mine
-
-    def sum_of_all(self, tensor: Tensor, what: str) -> Handle:
-        """Onto every rank, in place."""
-        return self._all.all_reduce(tensor, what)
-
-    def reduce_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
-        """The row's sum onto its owner, in place; elsewhere the tensor is left undefined."""
-        return self._row.reduce(tensor, owner, what)
-
-    def sum_of_column(self, tensor: Tensor, what: str) -> Handle:
-        return self._column.all_reduce(tensor, what)
-
-    def broadcast_in_row(self, tensor: Tensor, owner: int, what: str) -> Handle:
-        return self._row.broadcast(tensor, owner, what)
-
-    def broadcast_to_all(self, tensor: Tensor, what: str) -> Handle:
-        """From the first rank."""
-        return self._all.broadcast(tensor, 0, what)
-
-    def gather_from_all(self, mine: Any, what: str) -> list[Any]:
-        """The plain objects of all ranks, on every rank."""
-        return self._all.all_gather_objects(mine, what)
-
-    def gather_objects(self, mine: Any, to: int, what: str) -> list[Any] | None:
-        """The plain objects of all ranks on rank `to`; None elsewhere."""
-        return self._all.gather_objects(mine, to, what)
-
-
-class _Ring:
-    """One process group; bytes are those of ring and chain algorithms, the mean over its ranks."""
-
-    def __init__(self, base: dist.ProcessGroup, part: range, comm: Comm) -> None:
-        members = dist.get_process_group_ranks(base)
-        self._members = [members[index] for index in part]
-        self._comm = comm
-        # Where only a part of the world trains this model, the others can't be asked to join in.
-        everybody = len(members) == dist.get_world_size()
-        self._group = None
-        if len(part) > 1 and (everybody or comm.index in part):
-            self._group = dist.new_group(
-                self._members,
-                timeout=timeout_of(base),  # torch's default is another
-                use_local_synchronization=not everybody,
-            )
-
-    def all_reduce(self, tensor: Tensor, what: str) -> Handle:
-        if self._group is None:
-            return _Done()
-        self._count(what, tensor, 2)
-        with _Named(self._comm, "all-reduce", what):
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
-            return self._handle(work, "all-reduce", what)
-
-    def reduce(self, tensor: Tensor, place: int, what: str) -> Handle:
-        if self._group is None:
-            return _Done()
-        self._count(what, tensor, 1)
-        with _Named(self._comm, "reduce", what):
-            work = dist.reduce(tensor, self._members[place], group=self._group, async_op=True)
-            return self._handle(work, "reduce", what)
-
-    def broadcast(self, tensor: Tensor, place: int, what: str) -> Handle:
-        if self._group is None:
-            return _Done()
-        self._count(what, tensor, 1)
-        with _Named(self._comm, "broadcast", what):
-            work = dist.broadcast(tensor, self._members[place], group=self._group, async_op=True)
-            return self._handle(work, "broadcast", what)
-
-    def all_gather_objects(self, mine: Any, what: str) -> list[Any]:
-        received: list[Any] = [mine] * len(self._members)
-        if self._group is not None:
-            with _Named(self._comm, "gather", what):
-                dist.all_gather_object(received, mine, group=self._group)
-        return received
-
-    def gather_objects(self, mine: Any, to: int, what: str) -> list[Any] | None:
-        here = to == self._comm.index
-        received: list[Any] = [mine] * len(self._members)
-        if self._group is not None:
-            with _Named(self._comm, "gather", what):
-                target = received if here else None
-                dist.gather_object(mine, target, self._members[to], group=self._group)
-        return received if here else None
-
-    def _handle(self, work: dist.Work | None, operation: str, what: str) -> Handle:
-        if work is None:
-            return _Done()
-        pending = _Pending(work, _Named(self._comm, operation, what))
-        comm = self._comm
-        comm.under_way = [*(p for p in comm.under_way if not p.completed()), pending]
-        return pending
-
-    def _count(self, what: str, tensor: Tensor, passes: int) -> None:
-        size = len(self._members)
-        numbytes = passes * tensor.numel() * tensor.element_size() * (size - 1) / size
-        self._comm.sent[what.partition(" of ")[0]] += round(numbytes)
-
-
-class _Named:
-    """Says which rank, operation and layers an error of a collective is about."""
-
-    def __init__(self, comm: Comm, operation: str, what: str) -> None:
-        self._comm, self._operation, self._what = comm, operation, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            # A failure ends them all, so which of them came through can't be told any more.
-            others = "; ".join(map(str, self._comm.under_way)) or "none"
-            raise RuntimeError(
-                f"rank {self._comm.index} of {self._comm.ranks}: {self} failed. Messages under "
-                f"way: {others}. Another rank has died, hangs, or took a different number of "
-                "backward passes or steps; its own output tells why. (The time-out is that of "
-                f"init_process_group.) The back end says: {error}"
-            ) from error
-
-    def __str__(self) -> str:
-        return f"{self._operation} of {self._what}"
-
-
-class _Pending:
-    def __init__(self, work: dist.Work, named: _Named) -> None:
-        self._work, self._named = work, named
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        with self._named:
-            if limit is None:
-                self._work.wait()
-            else:
-                self._work.wait(limit)
-
+    @property
     def completed(self) -> bool:
-        return self._work.is_completed()
-
-    def __str__(self) -> str:
-        return str(self._named)
+        return self.work is None or self.work.is_completed()

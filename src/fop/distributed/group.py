@@ -27,21 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from fop.capture import CapturePlan, Recorder
 from fop.costs import owner_cost
 from fop.distributed.batch import AVERAGES, DIFFERENCES, GRADIENTS, MOMENTS, GroupBatch
-from fop.distributed.buckets import (
-    Bucket,
-    Item,
-    Quantity,
-    ReduceQueue,
-    Reduction,
-    into_buckets,
-)
-from fop.distributed.comm import Comm, Handle
+from fop.distributed.buckets import Item, Quantity, ReduceQueue, Reduction, into_buckets
+from fop.distributed.comm import Comm
 from fop.distributed.placement import assign_owners
-from fop.distributed.ranks import Batch, Computed, Contribution, Ranks, Updates
+from fop.distributed.ranks import Batch, Contribution, Ranks, Updates
 from fop.layer import Layer, Parts
 from fop.linalg import on_host
-from fop.scaling import LossScale
-from fop.shards import local
+from fop.scaling import LossScale, unscaled
+from fop.slices import ParameterSlice
 
 # With other ranks, where they may wait elsewhere for this one: much less than usual time-outs.
 PATIENCE = timedelta(seconds=120)
@@ -83,7 +76,7 @@ class Group(Ranks):
             plan.passes.on_commit, plan.passes.on_end = self._layer_complete, self._pass_complete
 
     def owns(self, layer: Layer) -> bool:
-        return self._owners[layer] == self.comm.place
+        return self._owners[layer] == self.comm.column
 
     def trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         # Another rank may have a gradient where this one has none.
@@ -92,42 +85,36 @@ class Group(Ranks):
     # ---- during backward passes
 
     def _layer_complete(self, recorder: Recorder) -> None:
-        if self._queue is not None:
-            if self._queue.closed:
-                # A loop that synchronises every micro-batch: from now on, step() sends, and once.
-                self._during_backward = False
-            self._queue.complete(self._of_recorder[recorder])
-        elif self._synchronising:
+        assert self._wrapper is not None
+        if self._queue is not None and self._queue.closed:
+            # A loop that synchronises every micro-batch: from now on, step() sends, and once.
+            self._during_backward = False
+        synchronising = self._during_backward and self._wrapper.require_backward_grad_sync
+        if self._queue is None and synchronising:
             self._queue = self._sent = self._new_queue()
+        if self._queue is not None:
             self._queue.complete(self._of_recorder[recorder])
 
     def _pass_complete(self) -> None:
         if self._queue is not None:
             self._queue.close()
 
-    @property
-    def _synchronising(self) -> bool:
-        wrapper = self._wrapper
-        return self._during_backward and wrapper is not None and wrapper.require_backward_grad_sync
-
     def _new_queue(self) -> ReduceQueue:
         """Of all trained layers, whether this rank uses them or not: the same on all ranks."""
         assert self._plan is not None
         trained = [layer for layer in self._owners if self.trained([layer.weight])]
         enabled = [layer for layer in reversed(trained) if not layer.recorder.disabled]
-        quantities = []
         due = [layer for layer in enabled if layer.recorder.refresh_due]
+        quantities = []
         if self._plan.curvature and due:
-            quantities.append(self._moments_of(due))
+            quantities.append(Quantity(MOMENTS, self._moments(due), _pack_moments))
         if self.partial_rows or not self._averaged:
-            items = [self._item(layer) for layer in reversed(trained)]
-            quantities.append(Quantity(AVERAGES, items, _pack_gradients))
+            quantities.append(Quantity(AVERAGES, self._items(reversed(trained)), _pack_gradients))
         if self._plan.halves != "none":
-            items = [self._item(layer) for layer in enabled]
-            quantities.append(Quantity(DIFFERENCES, items, self._pack_difference))
+            quantities.append(Quantity(DIFFERENCES, self._items(enabled), self._pack_difference))
         return ReduceQueue(self.comm, trained, quantities)
 
-    def _moments_of(self, layers: Iterable[Layer]) -> Quantity:
+    def _moments(self, layers: Iterable[Layer]) -> list[Item]:
         items = []
         for layer in layers:
             forms, squares = layer.recorder.forms, layer.recorder.square_shapes
@@ -135,22 +122,24 @@ class Group(Ranks):
             shapes = (*(form.message_shape for form in factors), *squares)
             owner, device = self._owners[layer], layer.weight.device
             items.append(Item(layer, owner, shapes, forms.dtype, device))
-        return Quantity(MOMENTS, items, _pack_moments)
+        return items
 
-    def _item(self, layer: Layer, dtype: torch.dtype | None = None) -> Item:
-        """Tensors shaped like the layer's slices."""
-        weight, shapes = layer.weight, tuple(tuple(part.shape) for part in layer.slices)
-        return Item(layer, self._owners[layer], shapes, dtype or weight.dtype, weight.device)
+    def _items(self, layers: Iterable[Layer], *, float16: bool = True) -> list[Item]:
+        """Tensors shaped like the layers' slices; in float32 where float16 can't hold them."""
+        items = []
+        for layer in layers:
+            weight, shapes = layer.weight, tuple(tuple(part.shape) for part in layer.slices)
+            narrow = weight.dtype == torch.float16 and not float16
+            dtype = torch.float32 if narrow else weight.dtype
+            items.append(Item(layer, self._owners[layer], shapes, dtype, weight.device))
+        return items
 
     def _pack_difference(self, layer: Layer, tensors: list[Tensor]) -> None:
         difference = layer.recorder.difference
-        for number, tensor in enumerate(tensors):
-            _copy_or_zero(None if difference is None else difference[number], tensor)
+        _copy_or_zero(difference, tensors)
         if difference is not None and not self._averaged:
             # Each rank may have clipped its own gradient.
-            scale, ratio = self._loss_scale, layer.recorder.gradient_ratio()
-            if scale is not None and scale.inverse is not None:
-                ratio = ratio * scale.inverse.to(ratio)
+            [ratio] = unscaled([layer.recorder.gradient_ratio()], self._loss_scale)
             torch._foreach_mul_(tensors, ratio.to(tensors[0]))
 
     # ---- one step
@@ -168,9 +157,12 @@ class Group(Ranks):
         if self._queue is None or self._queue.outdated:
             self._queue = self._new_queue()
         self._queue.close()
-        averaged, sharded = self._averaged, self.partial_rows
         batch = GroupBatch(
-            contribution, self.comm, self._start_reductions, averaged=averaged, sharded=sharded
+            contribution,
+            self.comm,
+            self._start_reductions,
+            averaged=self._averaged,
+            sharded=self.partial_rows,
         )
         if self._averaged and not contribution.gradients:
             self._meet(batch)
@@ -205,38 +197,30 @@ class Group(Ranks):
         started, self._queue = dict(self._queue.started), None
         known = {item.key for r in started.get(MOMENTS, ()) for item in r.bucket.items}
         # Layers without curvature that fits them, on a step on which theirs is not due.
-        missing = self._moments_of(layer for layer in reversed(with_moments) if layer not in known)
-        started[MOMENTS] = [*started.get(MOMENTS, ())] + [
-            Reduction.start(self.comm, bucket, missing) for bucket in into_buckets(missing.items)
-        ]
+        missing = self._moments(layer for layer in reversed(with_moments) if layer not in known)
+        further = [Quantity(MOMENTS, missing, _pack_moments)]
         if not self._averaged:
             items = [Item(p, 0, (tuple(p.shape),), p.dtype, p.device) for p in others]
-            started[GRADIENTS] = [self._to_all(bucket) for bucket in into_buckets(items)]
+            further.append(Quantity(GRADIENTS, items, _pack_gradients, to_all=True))
+        for quantity in further:
+            more = [Reduction.start(self.comm, b, quantity) for b in into_buckets(quantity.items)]
+            started[quantity.name] = started.get(quantity.name, []) + more
         return started
-
-    def _to_all(self, bucket: Bucket) -> Reduction:
-        flat, label = bucket.packed(_pack_gradient), bucket.label(GRADIENTS)
-        return Reduction(bucket, flat, self.comm.sum_of_all(flat, label), label)
 
     def reset(self) -> None:
         self._queue = None
 
     def broadcast(
-        self, layers: Sequence[Layer], compute: Callable[[Sequence[Layer]], Computed]
+        self, layers: Sequence[Layer], compute: Callable[[Sequence[Layer]], Updates]
     ) -> Callable[[], Updates]:
-        under_way: list[tuple[Bucket, Tensor, Handle]] = []
+        under_way = []
         # Updates travel before they are clipped, and float16 could not hold them.
-        items = [
-            self._item(layer, torch.float32 if layer.weight.dtype == torch.float16 else None)
-            for layer in layers
-        ]
-        for bucket in into_buckets(items):
+        for bucket in into_buckets(self._items(layers, float16=False)):
             flat = bucket.empty()
-            if bucket.owner == self.comm.place:
+            if bucket.owner == self.comm.column:
                 views = bucket.views(flat)
-                for tensors, parts in zip(views.values(), compute(list(views)).parts, strict=True):
-                    for tensor, part in zip(tensors, parts, strict=True):
-                        tensor.copy_(part)
+                for layer, parts in compute(list(views)).parts.items():
+                    _copy_or_zero(parts, views[layer])
             handle = self.comm.broadcast_in_row(flat, bucket.owner, bucket.label("updates"))
             under_way.append((bucket, flat, handle))
 
@@ -256,25 +240,16 @@ class Group(Ranks):
         self.comm.sum_of_all(numbers, f"{what} of all layers").wait()
         return numbers
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        if not flags:
-            return []
-        totals = self.all_sum(torch.tensor(flags, dtype=torch.float64), "clip")
-        return [total > 0 for total in totals.tolist()]
-
     # ---- outside of steps
 
     def gather_objects(self, mine: Any, to: int | None, *, once: bool = False) -> list[Any] | None:
-        what = "the optimizer's state"
         self._meet_to_save()
         mine = None if once and self.comm.row else mine  # one row has everything
-        if to is None:
-            return self.comm.gather_from_all(mine, what)
-        return self.comm.gather_objects(mine, to, what)
+        return self.comm.gather(mine, "the optimizer's state", to) or None
 
     def _meet_to_save(self) -> None:
         """The first rank may have come alone; the others may wait for it, which often does more."""
-        device = next(iter(self._owners)).weight.device if self._owners else torch.device("cpu")
+        device = next(iter(self._owners)).weight.device if self._owners else None
         handle = self.comm.sum_of_all(torch.zeros((), device=device), "start of saving")
         try:
             handle.wait(PATIENCE if self.index == 0 else None)
@@ -287,18 +262,18 @@ class Group(Ranks):
             ) from error
 
 
-def _copy_or_zero(source: Tensor | None, target: Tensor) -> None:
-    if source is None:
-        target.zero_()
-    else:
-        target.copy_(source)
+def _copy_or_zero(sources: Sequence[Tensor | None] | None, targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources or [None] * len(targets), targets, strict=True):
+        if source is None:
+            target.zero_()
+        else:
+            target.copy_(source)
 
 
 def _pack_moments(layer: Layer, tensors: list[Tensor]) -> None:
     statistics = layer.recorder.statistics
     if statistics.passes == 0:  # this rank did not use the layer
-        for tensor in tensors:
-            tensor.zero_()
+        _copy_or_zero(None, tensors)
         return
     for factor, tensor in zip(statistics.factors, tensors, strict=False):
         factor.pack(tensor)
@@ -306,11 +281,8 @@ def _pack_moments(layer: Layer, tensors: list[Tensor]) -> None:
         tensors[-1].copy_(statistics.squares)
 
 
-def _pack_gradients(layer: Layer, tensors: list[Tensor]) -> None:
-    for part, tensor in zip(layer.slices, tensors, strict=True):
-        grad = part.parameter.grad
-        _copy_or_zero(None if grad is None else part.padded(local(grad)), tensor)
-
-
-def _pack_gradient(parameter: Tensor, tensors: list[Tensor]) -> None:
-    _copy_or_zero(parameter.grad, tensors[0])
+def _pack_gradients(key: Layer | nn.Parameter, tensors: list[Tensor]) -> None:
+    """Of a layer, or of a parameter in none."""
+    slices = key.slices if isinstance(key, Layer) else [ParameterSlice(key)]
+    grads = [(part, part.parameter.grad) for part in slices]
+    _copy_or_zero([None if grad is None else part.padded(grad) for part, grad in grads], tensors)

@@ -16,8 +16,3 @@ def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
         owners[index] = rank
         heapq.heappush(loads, (load + costs[index], rank))
     return owners
-
-
-def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """What no assignment can beat: the mean load, or the costliest layer."""
-    return max(sum(costs) / ranks, max(costs, default=0.0))

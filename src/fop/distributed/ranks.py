@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from fop.capture import CapturePlan, Statistics, gradient_ratios
 from fop.layer import Layer, Parts
-from fop.scaling import LossScale, Number
+from fop.scaling import LossScale, Number, unscaled
+from fop.slices import local
 
 # In place of a count, so that the total is negative and no rank takes the halves for known.
 NO_HALVES = -(2.0**40)
@@ -71,17 +72,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Computed:
-    """Updates of some layers, by their slices, and the tensors that hold them."""
-
-    parts: Sequence[Parts]
-    preconditioned: Sequence[Tensor]  # hold those of layers with curvature
-    plain: Sequence[Tensor]  # hold those of the others
-
-
-@dataclass(frozen=True)
 class Updates:
-    """The layers' updates, as their owners have computed them."""
+    """Of layers, as their owners have computed them."""
 
     parts: Mapping[Layer, Parts]
     memory: Sequence[Tensor]  # all tensors that hold them
@@ -132,15 +124,12 @@ class Batch:
 
     def average(self, layer: Layer) -> Parts:
         """The gradient, averaged over the ranks, by the layer's slices; zeros where none is."""
-        return [
-            part.of(torch.zeros_like(part.parameter) if grad is None else grad)
-            for part in layer.sample.slices
-            for grad in (part.parameter.grad,)
-        ]
+        return [part.of(self.gradient(part.parameter)) for part in layer.sample.slices]
 
-    def gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[Tensor, Tensor]:
-        """Of parameters in no layer, averaged over the ranks: this rank's rows of them."""
-        return {p: p.grad for p in parameters if p.grad is not None}
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """The same of a parameter in no layer: this rank's rows of it."""
+        grad = parameter.grad
+        return torch.zeros_like(local(parameter)) if grad is None else local(grad)
 
     def difference(self, layer: Layer) -> Parts | None:
         """H1 - H2, by the layer's slices."""
@@ -153,10 +142,7 @@ class Batch:
     def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
         """What their differences are still to be multiplied with, [L]."""
         ratios = gradient_ratios([layer.recorder for layer in layers])
-        scale = self._own.loss_scale
-        if scale is None or scale.inverse is None:
-            return ratios
-        return ratios * scale.inverse.to(ratios)
+        return unscaled([ratios], self._own.loss_scale)[0]
 
     def moments(self, layer: Layer, counts: Counts) -> Statistics:
         return layer.sample.statistics
@@ -196,13 +182,10 @@ class Ranks:
         return Batch(contribution)
 
     def broadcast(
-        self, layers: Sequence[Layer], compute: Callable[[Sequence[Layer]], Computed]
+        self, layers: Sequence[Layer], compute: Callable[[Sequence[Layer]], Updates]
     ) -> Callable[[], Updates]:
         """Have updates computed by the layers' owners; the call that is returned waits for all."""
-        found = compute(layers)
-        memory = [*found.preconditioned, *found.plain]
-        parts = dict(zip(layers, found.parts, strict=True))
-        updates = Updates(parts, memory, found.preconditioned)
+        updates = compute(layers)
         return lambda: updates
 
     def all_sum(self, values: Tensor, what: str) -> Tensor:
@@ -210,8 +193,11 @@ class Ranks:
         return values
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of these are true on one of the ranks at least. A host read, with several."""
-        return list(flags)
+        """Which of these are true on one of the ranks at least. A host read."""
+        if not flags:
+            return []
+        totals = self.all_sum(torch.tensor(flags, dtype=torch.float64), "clip")
+        return [total > 0 for total in totals.tolist()]
 
     def gather_objects(self, mine: Any, to: int | None, *, once: bool = False) -> list[Any] | None:
         """Of all ranks on rank `to`, or on all; None elsewhere. `once`: of one owner per layer."""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fop.distributed.agreement import Description, check_agreement
 from fop.distributed.ranks import Ranks
-from fop.shards import group_of
+from fop.slices import group_of
 
 if TYPE_CHECKING:
     from fop.distributed.comm import Comm
@@ -53,18 +53,18 @@ def join_group(
                 "ranks train it together"
             )
         group = shards
-    if group is None:
-        group = dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     assert group is not None
-    ranks = dist.get_world_size(group)
-    if ranks == 1 and shards is None:
+    if dist.get_world_size(group) == 1 and shards is None:
         return Ranks(grouped=True)
-    comm = Comm(group)
-    form = "sharded by fully_shard" if shards is not None else "plain"
-    form = "wrapped in DistributedDataParallel" if wrapper is not None else form
+    comm, form = Comm(group), "plain"
+    if wrapper is not None:
+        form = "wrapped in DistributedDataParallel"
+    elif shards is not None:
+        form = "sharded by fully_shard"
     check_agreement(comm, {"the model": form, **description()})
-    comm.form_rows(row_size(strategy, ranks))
-    if wrapper is None and shards is None:
+    comm.form_rows(_row_size(strategy, comm.ranks))
+    if form == "plain":
         _broadcast(model, comm)
     return Group(comm, wrapper, sharded=shards is not None)
 
@@ -78,9 +78,7 @@ class GroupReference:
     @staticmethod
     def to(group: dist.ProcessGroup | None) -> GroupReference | None:
         """None for the group of all ranks, which is found again anywhere."""
-        known = dist.is_available() and dist.is_initialized()
-        everyone = dist.group.WORLD if known else None
-        return None if group is None or group is everyone else GroupReference(group)
+        return None if group is None or group is dist.group.WORLD else GroupReference(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupReference:
         return self
@@ -97,7 +95,7 @@ def _members(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def row_size(strategy: str | int, ranks: int) -> int:
+def _row_size(strategy: str | int, ranks: int) -> int:
     """How many ranks share out the layers among themselves."""
     if isinstance(strategy, str):
         return ranks if strategy == "owner" else 1
@@ -114,11 +112,9 @@ def _broadcast(model: nn.Module, comm: Comm) -> None:
     """Start all ranks from the first one's parameters and buffers, as DDP does."""
     with torch.no_grad():
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
-        handles = []
-        for tensor in tensors:
-            buffer = tensor.contiguous()
-            handles.append((tensor, buffer, comm.broadcast_to_all(buffer, "model of all layers")))
-        for tensor, buffer, handle in handles:
+        buffers = [tensor.contiguous() for tensor in tensors]
+        handles = [comm.broadcast_to_all(buffer, "model of all layers") for buffer in buffers]
+        for tensor, buffer, handle in zip(tensors, buffers, handles, strict=True):
             handle.wait()
             if buffer is not tensor:
                 tensor.copy_(buffer)
