@@ -1,13 +1,14 @@
 """The custom backward of a layer, and the hooks that put it there.
 
 A forward hook replaces the graph of a module's output by `RecordedCall`, an autograd function with
-the same values that owns the layer's backward: it computes the weight gradient by half-batches
-(passes.py). No module is patched and nothing is computed twice.
+the same values that owns the layer's backward: it computes the weight gradient by half-batches. No
+module is patched and nothing is computed twice.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,84 @@ from torch.utils.hooks import RemovableHandle
 
 from fop._torch import innermost_transform
 from fop.capture.examples import TRANSPOSED, Layout
-from fop.capture.passes import Call, record
-from fop.capture.plan import CapturePlan, RecordingHook
+from fop.capture.hooks import InertHook, RemovableHandles
+from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
 from fop.capture.verify import VerifiedAdapter
 from fop.layers import LayerAdapter, NormLayer, folded
 from fop.linalg import on_host
+
+
+@dataclass
+class Call:
+    """What one call gives its parameters, for all of its examples or a slice of them."""
+
+    adapter: LayerAdapter
+    inputs: Tensor  # examples in dimension 0
+    outputs: Tensor  # their gradients
+    weights: Tensor  # in the precision of the outputs
+    dtype: torch.dtype  # of the parameters
+    needs_weight: bool
+    needs_bias: bool
+
+    def gradients(self, examples: slice = slice(None)) -> list[Tensor]:
+        inputs, outputs, found = self.inputs[examples], self.outputs[examples], []
+        if self.needs_weight:
+            gradient = self.adapter.weight_gradient(outputs, inputs, self.weights)
+            found.append(gradient.to(self.dtype))
+        if self.needs_bias:
+            found.append(self.adapter.bias_gradient(outputs).to(self.dtype))
+        return found
+
+    def sum_and_difference(self, first: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The total gradients; and, detached, those of the first examples minus the others."""
+        n, difference = len(self.inputs), []
+        if first in (0, n):
+            total = self.gradients()
+            return total, [gradient.detach() * (1 if first else -1) for gradient in total]
+        one, rest = self.gradients(slice(0, first)), slice(first, None)
+        if self.needs_weight and one[0].dtype == self.outputs.dtype:
+            inputs, outputs = self.inputs[rest], self.outputs[rest]
+            total = [self.adapter._add_weight_gradient(one[0], outputs, inputs, self.weights)]
+            if self.needs_bias:
+                total.append(one[1] + self.adapter.bias_gradient(outputs))
+        else:  # sums are more precise in the parameter's type than in the one of autocast
+            total = [a + b for a, b in zip(one, self.gradients(rest), strict=True)]
+        with torch.no_grad():
+            for half, both in zip(one, total, strict=True):
+                difference.append(half.detach().mul_(2).sub_(both))
+        return total, difference
+
+
+def record(recorder: Recorder | None, call: Call, *, curvature: bool) -> list[Tensor]:
+    """The gradients of a call, leaving with the recorder what it wants of it.
+
+    An extra pass for the Fisher is about second moments alone: no gradients.
+    """
+    if recorder is None or recorder.inactive:
+        return call.gradients()
+    plan, gradients = recorder.plan, []
+    if plan.extra_pass_of is None:
+        gradients = _by_half_batches(recorder, call)
+        if call.needs_weight and not call.adapter.autograd_backward and recorder.wants_moments:
+            recorder.record_total(gradients[0])
+        curvature = curvature and plan.empirical
+    if curvature and recorder.wants_moments:
+        with torch.no_grad():
+            recorder.record_moments(call.adapter, call.inputs, call.outputs)
+    return gradients
+
+
+def _by_half_batches(recorder: Recorder, call: Call) -> list[Tensor]:
+    halves, n = recorder.plan.halves, len(call.inputs)
+    if halves == "none":
+        return call.gradients()
+    first, known = n, recorder.running_pass().record.statistics
+    if halves == "samples":  # the odd example goes where fewer are
+        first = n // 2 + (n % 2 if known.first <= known.second else 0)
+    total, difference = call.sum_and_difference(first)
+    recorder.record_difference(difference, first, n - first)
+    return total
 
 
 class RecordedCall(torch.autograd.Function):
@@ -101,8 +174,8 @@ def record_call(
     x: Tensor,
     output: Tensor,
     parameters: tuple[Tensor | None, Tensor | None],
-    *,
     module: nn.Module | None = None,
+    *,
     curvature: bool = True,
 ) -> Tensor | None:
     """The output with a recorded backward; None, and noted, if the call has no single examples."""
@@ -137,12 +210,8 @@ def in_transform(*tensors: Tensor) -> bool:
     return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
-class LayerHook(RecordingHook):
-    """The forward hook on a module. Holds the recorder weakly.
-
-    What is recorded is a Python side effect, which a compiled graph can't hold: torch.compile has
-    to break its graph here. (Disabling is left to construction, because it makes torch import its
-    compiler.)"""
+class LayerHook(InertHook):
+    """The forward hook on a module, for the recorder of its layer."""
 
     def __init__(
         self,
@@ -151,103 +220,66 @@ class LayerHook(RecordingHook):
         curvature: bool = True,
         sequence_first: bool = False,
     ) -> None:
-        self._recorder = weakref.ref(recorder) if recorder is not None else None
+        super().__init__(recorder)
         self._adapter = VerifiedAdapter(adapter) if adapter is not None else None
         self._curvature = curvature
         self._sequence_first = sequence_first
-        self._record = torch.compiler.disable(_record_output) if recorder is not None else None
 
     @property
-    def plan(self) -> CapturePlan | None:
-        recorder = None if self._recorder is None else self._recorder()
+    def plan(self) -> CapturePlan | None:  # type: ignore[override]
+        recorder = None if self._owner is None else self._owner()
         return None if recorder is None else recorder.plan
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        if self._record is None:
+        if self._run is None:
             return None
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled evaluation
             return None
         x = args[0] if args else kwargs.get("input")
-        # Each by itself: torch.compile would pass a weak reference in a tuple without its wrapper.
-        recorded: Tensor | None = self._record(
-            self._recorder, self._adapter, self._curvature, self._sequence_first, module, x, output
-        )
+        recorded: Tensor | None = self._run(self, module, x, output)
         return recorded
 
+    def run(self, module: nn.Module, x: Any, output: Any) -> Tensor | None:
+        recorder, verified = self._owner(), self._adapter
+        if recorder is None or verified is None or innermost_transform() is not None:
+            return None
+        parameters = module._parameters.get("weight"), module._parameters.get("bias")
+        if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+            if torch.is_grad_enabled() and recorder.records(parameters[0]):
+                recorder.disable("its forward does not take one tensor and return one")
+            return None
+        if not torch.is_grad_enabled():
+            # Reentrant activation checkpointing, which runs this call again, or evaluation.
+            if recorder.plan.examples.current is not None:
+                self._layout(recorder, verified, x)
+            return None
+        # Also of calls that are not recorded, for what they tell about others.
+        layout = self._layout(recorder, verified, x)
+        if in_transform(output) or not recorder.wants_call(parameters[0], x):
+            return None
+        adapter = verified.at_call(module, x, output, recorder)
+        if adapter is None:
+            return None
+        return record_call(
+            recorder, adapter, layout, x, output, parameters, module, curvature=self._curvature
+        )
 
-def _record_output(
-    reference: weakref.ref[Recorder],
-    verified: VerifiedAdapter,
-    curvature: bool,
-    sequence_first: bool,
-    module: nn.Module,
-    x: Any,
-    output: Any,
-) -> Tensor | None:
-    recorder = reference()
-    parameters = module._parameters.get("weight"), module._parameters.get("bias")
-    if recorder is None or in_transform():
-        return None
-    if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
-        if torch.is_grad_enabled() and recorder.records(parameters[0]):
-            recorder.disable("its forward does not take one tensor and return one")
-        return None
-    if not torch.is_grad_enabled():
-        # Reentrant activation checkpointing, which runs this call again, or evaluation.
-        if recorder.plan.examples.current is not None:
-            _layout(recorder, verified, x, sequence_first)
-        return None
-    # Also of calls that are not recorded, for what they tell about others.
-    layout = _layout(recorder, verified, x, sequence_first)
-    if in_transform(output) or not recorder.wants_call(parameters[0], x):
-        return None
-    adapter = verified.at_call(module, x, output, recorder)
-    if adapter is None:
-        return None
-    return record_call(
-        recorder, adapter, layout, x, output, parameters, module=module, curvature=curvature
-    )
-
-
-def _layout(
-    recorder: Recorder, verified: VerifiedAdapter, x: Tensor, sequence_first: bool
-) -> Layout:
-    examples, adapter = recorder.plan.examples, verified.adapter
-    if sequence_first and x.dim() == 3:
-        examples.declared(verified, x.transpose(0, 1), sequence_first=True)
-        return TRANSPOSED
-    read = adapter.one_hot and (recorder.wants_moments or on_host(x))
-    return examples.layout(verified, adapter, x, read=read)
+    def _layout(self, recorder: Recorder, verified: VerifiedAdapter, x: Tensor) -> Layout:
+        examples, adapter = recorder.plan.examples, verified.adapter
+        if self._sequence_first and x.dim() == 3:
+            examples.layout(verified, adapter, x.transpose(0, 1), sequence_first=True)
+            return TRANSPOSED
+        read = adapter.one_hot and (recorder.wants_moments or on_host(x))
+        return examples.layout(verified, adapter, x, read=read)
 
 
-def hook_module(
-    module: nn.Module,
-    recorder: Recorder,
-    adapter: LayerAdapter,
-    curvature: bool,
-    sequence_first: bool,
-) -> RemovableHandle:
-    """Start to record the calls of a module; the handle stops it."""
-    hook = LayerHook(recorder, adapter, curvature, sequence_first)
+def hook_module(module: nn.Module, *hook: Any) -> RemovableHandle:
+    """Start to record the calls of a module by a `LayerHook`; the handle stops it."""
     # First in line, so that hooks of the user that change the output stay part of the graph after
     # the layer's own.
-    return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-
-
-class RemovableHandles:
-    """Handles of hooks that are placed one after the other, to be removed together."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    return module.register_forward_hook(LayerHook(*hook), prepend=True, with_kwargs=True)
 
 
 def hook_gradient(recorder: Recorder) -> RemovableHandle | RemovableHandles:
@@ -266,7 +298,7 @@ def hook_gradient(recorder: Recorder) -> RemovableHandle | RemovableHandles:
     hook = torch.compiler.disable(commit)
     if recorder.sharded:
         handles = RemovableHandles()
-        recorder.on_unsharded = lambda gathered: handles.add(
+        recorder.on_gathered = lambda gathered: handles.add(
             gathered.register_post_accumulate_grad_hook(hook)
         )
         return handles

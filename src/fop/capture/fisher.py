@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fop._torch import current_pass
 from fop.capture.autograd import in_transform
-from fop.capture.examples import InertInCopies
-from fop.capture.plan import CapturePlan, hooked_by
+from fop.capture.hooks import InertHook, hooked_by
+from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
 from fop.scaling import term_weight
 
@@ -241,22 +241,17 @@ def _sequence(output: Any) -> Sequence[Any]:
     return output if isinstance(output, (tuple, list)) else ()
 
 
-class OutputHook(InertInCopies):
-    """The forward hook on the model; never compiled."""
-
-    def __init__(self, extra_pass: ExtraPass | None = None) -> None:
-        self._extra_pass = weakref.ref(extra_pass) if extra_pass is not None else None
-        self._expect = torch.compiler.disable(_expect) if extra_pass is not None else None
+class OutputHook(InertHook):
+    """The forward hook on the model."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._expect is not None and torch.is_grad_enabled():
-            self._expect(self._extra_pass, module, output)
+        if self._run is not None and torch.is_grad_enabled():
+            self._run(self, module, output)
 
-
-def _expect(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> None:
-    extra_pass = reference()
-    if extra_pass is not None and not in_transform():
-        extra_pass.expect(module, output)
+    def run(self, module: nn.Module, output: Any) -> None:
+        extra_pass = self._owner()
+        if extra_pass is not None and not in_transform():
+            extra_pass.expect(module, output)
 
 
 def hook_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:

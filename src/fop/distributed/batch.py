@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.capture import Statistics
+from fop.capture import Statistics, gradient_norms
 from fop.distributed.buckets import Reduction
 from fop.distributed.comm import Comm, Handle
 from fop.distributed.ranks import Batch, Contribution, Counts
@@ -72,8 +72,8 @@ class GroupBatch(Batch):
         )
         vector[-1] = (~own.finite).to(torch.float64)
         for layer, at in self._norms.items():
-            for offset, norm in enumerate(layer.recorder.gradient_norms()):
-                vector[at + offset] = norm.to(vector) ** 2
+            for offset, norm in enumerate(gradient_norms([layer.recorder.gradients])):
+                vector[at + offset] = norm[0].to(vector) ** 2
         return vector
 
     def wait(self, limit: timedelta | None = None) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fop.capture import CapturePlan, Recorder
+from fop.capture import CapturePlan, Recorder, gradient_ratios
 from fop.costs import owner_cost
 from fop.distributed.batch import AVERAGES, DIFFERENCES, GRADIENTS, MOMENTS, GroupBatch
 from fop.distributed.buckets import (
@@ -143,12 +143,12 @@ class Group(Ranks):
         return Item(layer, self._owners[layer], shapes, dtype or weight.dtype, weight.device)
 
     def _pack_difference(self, layer: Layer, tensors: list[Tensor]) -> None:
-        difference = layer.recorder.difference
+        difference = layer.recorder.sample().difference
         for number, tensor in enumerate(tensors):
             _copy_or_zero(None if difference is None else difference[number], tensor)
         if difference is not None and not self._averaged:
             # Each rank may have clipped its own gradient.
-            scale, ratio = self._loss_scale, layer.recorder.gradient_ratio()
+            scale, ratio = self._loss_scale, gradient_ratios([layer.recorder.gradients])[0]
             if scale is not None and scale.inverse is not None:
                 ratio = ratio * scale.inverse.to(ratio)
             torch._foreach_mul_(tensors, ratio.to(tensors[0]))
@@ -295,7 +295,7 @@ def _copy_or_zero(source: Tensor | None, target: Tensor) -> None:
 
 
 def _pack_moments(layer: Layer, tensors: list[Tensor]) -> None:
-    statistics = layer.recorder.statistics
+    statistics = layer.recorder.sample().statistics
     if statistics.passes == 0:  # this rank did not use the layer
         for tensor in tensors:
             tensor.zero_()

@@ -152,7 +152,7 @@ class Batch:
 
     def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
         """What their differences are still to be multiplied with, [L]."""
-        ratios = gradient_ratios([layer.recorder for layer in layers])
+        ratios = gradient_ratios([layer.recorder.gradients for layer in layers])
         scale = self._own.loss_scale
         if scale is None or scale.inverse is None:
             return ratios
