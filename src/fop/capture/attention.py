@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import has_backward_hooks
-from fop.capture.autograd import in_transform, record_call
-from fop.capture.hooks import InertHook
-from fop.capture.plan import CapturePlan
+from fop.capture.autograd import record_call
+from fop.capture.hooks import InertHook, in_transform
 from fop.capture.recorder import Recorder
 from fop.layers import (
     IN_ROLES,
@@ -193,7 +192,7 @@ class AttentionHook(InertHook):
         self, name: str = "", recorders: Mapping[Recorder, ProjectionLayer] | None = None
     ) -> None:
         recorders = recorders or {}
-        super().__init__(next((recorder.plan for recorder in recorders), None))
+        super().__init__(next(iter(recorders), None))
         self._name = name
         self._projections: Projections = {
             adapter.role: (adapter, weakref.ref(recorder))
@@ -201,11 +200,6 @@ class AttentionHook(InertHook):
         }
         if recorders and _Tagged.answer is None:
             _Tagged.answer = staticmethod(torch.compiler.disable(_answer))
-
-    @property
-    def plan(self) -> CapturePlan | None:  # type: ignore[override]
-        plan: CapturePlan | None = None if self._owner is None else self._owner()
-        return plan
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,12 +17,11 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import innermost_transform
+from fop.capture import verify
 from fop.capture.examples import TRANSPOSED, Layout
 from fop.capture.hooks import InertHook, RemovableHandles
-from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
-from fop.capture.verify import VerifiedAdapter
-from fop.layers import LayerAdapter, NormLayer, folded
+from fop.layers import LayerAdapter, NormLayer, folded, supported_type
 from fop.linalg import on_host
 
 
@@ -74,9 +73,16 @@ def record(recorder: Recorder | None, call: Call, *, curvature: bool) -> list[Te
     """
     if recorder is None or recorder.inactive:
         return call.gradients()
-    plan, gradients = recorder.plan, []
+    plan, n, gradients = recorder.plan, len(call.inputs), []
     if plan.extra_pass_of is None:
-        gradients = _by_half_batches(recorder, call)
+        if plan.halves == "none":
+            gradients = call.gradients()
+        else:
+            first, known = n, recorder.running_pass().record.statistics
+            if plan.halves == "samples":  # the odd example goes where fewer are
+                first = n // 2 + (n % 2 if known.first <= known.second else 0)
+            gradients, difference = call.sum_and_difference(first)
+            recorder.record_difference(difference, first, n - first)
         if call.needs_weight and not call.adapter.autograd_backward and recorder.wants_moments:
             recorder.record_total(gradients[0])
         curvature = curvature and plan.empirical
@@ -84,18 +90,6 @@ def record(recorder: Recorder | None, call: Call, *, curvature: bool) -> list[Te
         with torch.no_grad():
             recorder.record_moments(call.adapter, call.inputs, call.outputs)
     return gradients
-
-
-def _by_half_batches(recorder: Recorder, call: Call) -> list[Tensor]:
-    halves, n = recorder.plan.halves, len(call.inputs)
-    if halves == "none":
-        return call.gradients()
-    first, known = n, recorder.running_pass().record.statistics
-    if halves == "samples":  # the odd example goes where fewer are
-        first = n // 2 + (n % 2 if known.first <= known.second else 0)
-    total, difference = call.sum_and_difference(first)
-    recorder.record_difference(difference, first, n - first)
-    return total
 
 
 class RecordedCall(torch.autograd.Function):
@@ -200,14 +194,60 @@ def record_call(
     return recorded.transpose(0, 1) if layout.sequence_first else recorded
 
 
-def in_transform(*tensors: Tensor) -> bool:
-    """Whether torch.func's transforms are at work, or forward-mode differentiation of a tensor.
+class VerifiedAdapter:
+    """The adapter of one module, as it was when the module was last called."""
 
-    No gradient of the former reaches p.grad, and neither can go through `RecordedCall`.
-    """
-    if innermost_transform() is not None:
-        return True
-    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+    def __init__(self, adapter: LayerAdapter) -> None:
+        self.adapter = adapter
+        self._code: tuple[Any, ...] | None = None  # None: not verified
+        self._foreign = False
+
+    def at_call(
+        self, module: nn.Module, x: Any, output: Any, recorder: Recorder
+    ) -> LayerAdapter | None:
+        """The adapter for this call; None if it does not fit, and the layer is disabled."""
+        try:
+            return self._verified(module, x, output, recorder)
+        except torch.OutOfMemoryError:
+            raise
+        except verify.UnsupportedError as error:
+            recorder.disable(str(error))
+        except Exception as error:  # whatever an adapter does on a module that it was not made for
+            kind = type(self.adapter).__name__
+            recorder.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
+        return None
+
+    def _verified(self, module: nn.Module, x: Any, output: Any, recorder: Recorder) -> LayerAdapter:
+        code, adapter = _code(module), type(self.adapter)(module)
+        reason = adapter.unsupported_reason(module)
+        if reason is not None:
+            raise verify.UnsupportedError(reason)
+        unchanged = code == self._code and vars(adapter) == vars(self.adapter)
+        # Nobody knows what code of others will do next: it is verified again with every refresh.
+        if unchanged and not (self._foreign and recorder.wants_moments):
+            return self.adapter
+        self._foreign = _foreign(module)
+        conclusive = verify.verify(adapter, module, x, output, foreign=self._foreign)
+        if recorder.adapter is self.adapter:
+            recorder.use(adapter)
+        self.adapter, self._code = adapter, code if conclusive else None
+        return adapter
+
+
+def _code(module: nn.Module) -> tuple[Any, ...]:
+    """What decides which code a call of the module runs."""
+    kind, own = type(module), module.__dict__
+    return (kind, *_methods(kind), own.get("forward"), own.get("_conv_forward"))
+
+
+def _methods(kind: Any) -> tuple[Any, Any]:
+    return kind.forward, getattr(kind, "_conv_forward", None)
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Whether a call runs other code than that of the type the adapter was made for."""
+    kind = supported_type(type(module))
+    return kind is None or _code(module)[1:] != (*_methods(kind), None, None)
 
 
 class LayerHook(InertHook):
@@ -225,18 +265,12 @@ class LayerHook(InertHook):
         self._curvature = curvature
         self._sequence_first = sequence_first
 
-    @property
-    def plan(self) -> CapturePlan | None:  # type: ignore[override]
-        recorder = None if self._owner is None else self._owner()
-        return None if recorder is None else recorder.plan
-
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        if self._run is None:
-            return None
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled evaluation
-            return None
+        compiling = torch.compiler.is_compiling()
+        if self._run is None or (compiling and not torch.is_grad_enabled()):
+            return None  # in the latter case it is compiled evaluation
         x = args[0] if args else kwargs.get("input")
         recorded: Tensor | None = self._run(self, module, x, output)
         return recorded
@@ -257,7 +291,8 @@ class LayerHook(InertHook):
             return None
         # Also of calls that are not recorded, for what they tell about others.
         layout = self._layout(recorder, verified, x)
-        if in_transform(output) or not recorder.wants_call(parameters[0], x):
+        differentiated_forward = unpack_dual(output).tangent is not None
+        if differentiated_forward or not recorder.wants_call(parameters[0], x):
             return None
         adapter = verified.at_call(module, x, output, recorder)
         if adapter is None:

@@ -121,7 +121,7 @@ class _Forward:
         if size is None:
             return USUAL
         if n == size:
-            self._agree(sequence_first=sequence_first)
+            self._agree(TRANSPOSED if sequence_first else USUAL)
             return USUAL
         if sequence_first:  # the model's inputs may well have the sequence first, too
             self.size = None
@@ -139,14 +139,12 @@ class _Forward:
         if adapter.one_hot:
             return self._of_indices(x, n, size, read)
         if free and n == size:
-            self._agree(sequence_first=False)
-            return USUAL
+            return self._agree(USUAL)
         if free > 1 and x.shape[1] == size:
             in_doubt = n % size == 0 or n == 1
             # What nn.MultiheadAttention returns looks transposed with batch_first=True, too.
             if not in_doubt or (x.shape[:2] not in self._folded and self._looks_transposed(x)):
-                self._agree(sequence_first=True)
-                return TRANSPOSED
+                return self._agree(TRANSPOSED)
         if free and n % size == 0 and (self._confirmed or self._is_input(x)):
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._seen)
@@ -157,20 +155,19 @@ class _Forward:
         if x.dim() > 0 and n == size:
             if not given and read and _are_positions(x):
                 return Layout(mismatch=(n, size))
-            self._agree(sequence_first=False)
-            return USUAL
+            return self._agree(USUAL)
         if n > 1 and x.dim() > 1 and x.shape[1] == size:
-            self._agree(sequence_first=True)
-            return TRANSPOSED
+            return self._agree(TRANSPOSED)
         # What goes with tokens (their types, say) has the shape of the tokens.
         if n % size == 0 and (given or x.shape[:2] in self._folded):
             self._folded.add(x.shape[:2])
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._confirmed and not given)
 
-    def _agree(self, *, sequence_first: bool) -> None:
+    def _agree(self, layout: Layout) -> Layout:
         self._confirmed = self._seen = True
-        self._sequence_first = sequence_first
+        self._sequence_first = layout.sequence_first
+        return layout
 
     def _mismatch(self, n: int, size: int, *, certain: bool) -> Layout:
         if certain:

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import current_pass
-from fop.capture.autograd import in_transform
-from fop.capture.hooks import InertHook, hooked_by
+from fop.capture.hooks import InertHook, hooked_by, in_transform
 from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
 from fop.scaling import term_weight

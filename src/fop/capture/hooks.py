@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
-from fop._torch import forward_hooks
+from fop._torch import forward_hooks, innermost_transform
 
 if TYPE_CHECKING:
     from fop.capture.plan import CapturePlan
@@ -24,11 +25,16 @@ class InertHook:
     compiler.)
     """
 
-    plan: CapturePlan | None = None  # of the optimizer that it records for, while that is there
-
     def __init__(self, owner: object | None = None) -> None:
         self._owner: Any = None if owner is None else weakref.ref(owner)
         self._run = None if owner is None else torch.compiler.disable(type(self).run)
+
+    @property
+    def plan(self) -> CapturePlan | None:
+        """Of the optimizer that it records a layer for, while that is there."""
+        owner = None if self._owner is None else self._owner()
+        plan: CapturePlan | None = getattr(owner, "plan", None)
+        return plan
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -51,6 +57,16 @@ def take_over(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for plan in hooked_by(module):
             plan.retire()
+
+
+def in_transform(*tensors: Tensor) -> bool:
+    """Whether torch.func's transforms are at work, or forward-mode differentiation of a tensor.
+
+    No gradient of the former reaches p.grad, and neither can go through `RecordedCall`.
+    """
+    if innermost_transform() is not None:
+        return True
+    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 class RemovableHandles:

@@ -38,8 +38,8 @@ class Recorder:
         self.plan = plan
         self.weight_slice, self._bias_slice = weight, bias
         self.weight = weight.parameter
+        self.all_parameters = [part.parameter for part in (weight, bias) if part is not None]
         self.sharded = weight.sharded
-        self._set_adapter(adapter)
         self.refresh_due = True  # on the next step; the engine decides
         self.curvature_shape: tuple[int, int] | None = None  # of the layer's metric, if any
         # What the layer's curvature requires: second moments, and squares of gradients in a basis.
@@ -59,18 +59,17 @@ class Recorder:
         self.on_gathered: Callable[[nn.Parameter], None] | None = None
         # A user's compiled training step is not to be compiled into this.
         self._record_moments = torch.compiler.disable(_record_moments)
+        self._shapes: list[tuple[int, int]] = []  # of the matrix, without and with a bias
+        self.use(adapter)
 
     # ---- the layer as it is trained at present
 
-    def _set_adapter(self, adapter: LayerAdapter) -> None:
-        self.adapter, like = adapter, self.weight_slice.like
+    def use(self, adapter: LayerAdapter) -> None:
+        """Go on with an adapter, which may be of changed geometry."""
+        before, like, self.adapter = self._shapes, self.weight_slice.like, adapter
         self._shapes = [adapter.matrix_shape(like, has_bias) for has_bias in (False, True)]
-
-    @property
-    def all_parameters(self) -> list[nn.Parameter]:
-        """The weight and the bias, trained or not."""
-        bias = self._bias_slice
-        return [self.weight] if bias is None else [self.weight, bias.parameter]
+        if before != self._shapes:
+            self.drop_moments()
 
     @property
     def bias_slice(self) -> ParameterSlice | None:
@@ -133,13 +132,6 @@ class Recorder:
     @property
     def _expecting(self) -> bool:
         return not self.inactive and (self.plan.halves != "none" or self.wants_moments)
-
-    def use(self, adapter: LayerAdapter) -> None:
-        """Go on with an adapter of changed geometry."""
-        before = self.shape
-        self._set_adapter(adapter)
-        if self.shape != before:
-            self.drop_moments()
 
     def disable(self, reason: str) -> None:
         """Leave the layer to autograd from now on. The engine makes that known, and ranks agree."""
@@ -272,12 +264,10 @@ class Recorder:
             return  # autograd computes the gradient
         empty = self.seen.empty
         self.seen.without_forward |= self._expecting and not empty
-        if self.sharded:
-            return
         grad, record = self.weight.grad, self.gradients.found()
+        if self.sharded or (record is not None and empty):
+            return  # in the latter case nothing was added
         assert grad is not None
-        if record is not None and empty:
-            return  # nothing was added
         # Torch has added to it once, since it was seen last.
         if record is None or version_of(grad) - record.version > 1:
             record = self.gradients.new()

@@ -23,7 +23,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fop._torch import gradient_metadata, may_recompute_saved
-from fop.capture.recorder import Recorder
 from fop.layers import LayerAdapter, NormLayer, supported_type
 
 # The relative error of two ways to compute the same is a small power of the precision.
@@ -34,62 +33,6 @@ ACCELERATOR_EPS = 2.0**-10
 
 class UnsupportedError(Exception):
     """The module computes something else than its adapter; the message says what."""
-
-
-class VerifiedAdapter:
-    """The adapter of one module, as it was when the module was last called."""
-
-    def __init__(self, adapter: LayerAdapter) -> None:
-        self.adapter = adapter
-        self._code: tuple[Any, ...] | None = None  # None: not verified
-        self._foreign = False
-
-    def at_call(
-        self, module: nn.Module, x: Any, output: Any, recorder: Recorder
-    ) -> LayerAdapter | None:
-        """The adapter for this call; None if it does not fit, and the layer is disabled."""
-        try:
-            return self._verified(module, x, output, recorder)
-        except torch.OutOfMemoryError:
-            raise
-        except UnsupportedError as error:
-            recorder.disable(str(error))
-        except Exception as error:  # whatever an adapter does on a module that it was not made for
-            kind = type(self.adapter).__name__
-            recorder.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
-        return None
-
-    def _verified(self, module: nn.Module, x: Any, output: Any, recorder: Recorder) -> LayerAdapter:
-        code, adapter = _code(module), type(self.adapter)(module)
-        reason = adapter.unsupported_reason(module)
-        if reason is not None:
-            raise UnsupportedError(reason)
-        unchanged = code == self._code and vars(adapter) == vars(self.adapter)
-        # Nobody knows what code of others will do next: it is verified again with every refresh.
-        if unchanged and not (self._foreign and recorder.wants_moments):
-            return self.adapter
-        self._foreign = _foreign(module)
-        conclusive = verify(adapter, module, x, output, foreign=self._foreign)
-        if recorder.adapter is self.adapter:
-            recorder.use(adapter)
-        self.adapter, self._code = adapter, code if conclusive else None
-        return adapter
-
-
-def _code(module: nn.Module) -> tuple[Any, ...]:
-    """What decides which code a call of the module runs."""
-    kind, own = type(module), module.__dict__
-    return (kind, *_methods(kind), own.get("forward"), own.get("_conv_forward"))
-
-
-def _methods(kind: Any) -> tuple[Any, Any]:
-    return kind.forward, getattr(kind, "_conv_forward", None)
-
-
-def _foreign(module: nn.Module) -> bool:
-    """Whether a call runs other code than that of the type the adapter was made for."""
-    kind = supported_type(type(module))
-    return kind is None or _code(module)[1:] != (*_methods(kind), None, None)
 
 
 def verify(
