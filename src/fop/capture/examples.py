@@ -6,7 +6,7 @@ counts B examples, wherever that is clear. An input of a layer then is one of
     [B, ...]      as usual
     [T, B, ...]   the sequence first
     [B r, ...]    r rows per example, one after the other: flattened positions, windows, frames
-    other         called once for the whole batch, or for a selection: no single examples
+    other         called once for the full batch, or for a selection: no single examples
 
 Where B is not clear, dimension 0 of the layer's own input is taken, and the step compares counts.
 """
@@ -150,7 +150,7 @@ class _Forward:
         return self._mismatch(n, size, certain=self._seen)
 
     def _of_indices(self, x: Tensor, n: int, size: int, read: bool) -> Layout:
-        """Positions are looked up for the whole batch, and may be as many as examples."""
+        """Positions are looked up for the full batch, and may be as many as examples."""
         given = self._is_input(x)
         if x.dim() > 0 and n == size:
             if not given and read and _are_positions(x):
