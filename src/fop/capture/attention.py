@@ -99,10 +99,9 @@ class _Call:
         self._batch_first = batch_first
         self._weights: dict[Role, Tensor] = {}
         self._biases: dict[Role, Tensor | None] = {}
-        self._packed: tuple[Tensor, Tensor | None] | None = None
-        # Projections that one product gives, by the first of them; those not asked for yet.
-        self._together: dict[Role, tuple[Role, ...]] = {}
-        self._products: dict[Role, Tensor] = {}
+        # Projections that one product gives, by the first of them: with its weight and its bias.
+        self._together: dict[Role, tuple[tuple[Role, ...], Tensor, Tensor | None]] = {}
+        self._products: dict[Role, Tensor] = {}  # of those that were not asked for yet
         self._examples = 1
 
     def tag(self, tensor: Tensor) -> _Tagged:
@@ -122,12 +121,12 @@ class _Call:
         if arguments.get("use_separate_proj_weight", False):
             weights = tuple(arguments[name] for name in names)
         else:
-            self._packed = (arguments["in_proj_weight"], bias)
-            weights = arguments["in_proj_weight"].chunk(3)
+            packed = arguments["in_proj_weight"]
+            weights = packed.chunk(3)
             if key is value and query.dim() == 3:  # as torch does; the last bits depend on it
-                self._together = {"key": ("key", "value")}
-                if query is key:
-                    self._together = {"query": IN_ROLES}
+                roles, rows = (IN_ROLES, 0) if query is key else (IN_ROLES[1:], len(weights[0]))
+                stacked = packed[rows:], None if bias is None else bias[rows:]
+                self._together = {roles[0]: (roles, *stacked)}
         self._weights = dict(zip(ROLES, (*weights, arguments["out_proj_weight"]), strict=True))
         self._biases = dict(zip(ROLES, (*biases, arguments["out_proj_bias"]), strict=True))
         self._examples = query.shape[1] if query.dim() == 3 else 1
@@ -155,14 +154,9 @@ class _Call:
     def _in_product(self, role: Role, x: Tensor) -> Tensor:
         if role in self._products:
             return self._products.pop(role)
-        roles = self._together.get(role, (role,))
-        if len(roles) == 1:
+        if role not in self._together:
             return F.linear(x, self._weights[role], self._biases[role])
-        assert self._packed is not None
-        weight, bias = self._packed
-        if roles != IN_ROLES:
-            rest = weight.shape[0] // 3
-            weight, bias = weight[rest:], None if bias is None else bias[rest:]
+        roles, weight, bias = self._together[role]
         stacked = F.linear(x, weight, bias).unflatten(-1, (len(roles), -1))
         self._products.update(zip(roles, stacked.movedim(-2, 0).contiguous(), strict=True))
         return self._products.pop(role)

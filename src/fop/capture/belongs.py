@@ -136,9 +136,7 @@ class GradientRecords:
         bias = self._bias
         both = [grad, bias.grad if bias is not None and bias.requires_grad else None]
         present = [grad for grad in both if grad is not None]
-        holds = bool(present)
-        if holds and may_read:
-            holds = any(bool(grad.any()) for grad in present)
+        holds = any(not may_read or bool(grad.any()) for grad in present)
         record = self.new(partial=holds)
         # Without the passes of this step that were lost, statistics can't be scaled.
         record.incomplete = holds and self.begun > 0
