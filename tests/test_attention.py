@@ -455,7 +455,8 @@ def test_an_unbatched_call_is_one_example() -> None:
     assert same([watched(x, x, x)[0]], [plain(x, x, x)[0]])
     gradients = zip(watched.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(a.grad, b.grad, atol=1e-14) for a, b in gradients)
-    assert [block.recorder.statistics.examples for block in optimizer._engine.layers] == [1] * 4
+    samples = [layer.recorder.sample() for layer in optimizer._engine.layers]
+    assert [sample.statistics.examples for sample in samples] == [1] * 4
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
@@ -509,9 +510,10 @@ def test_a_copy_of_the_model_is_not_watched(how: str) -> None:
         torch.save(model, buffer)
         buffer.seek(0)
         twin = torch.load(buffer, weights_only=False)
-    examples = [list(block.recorder.half_sizes) for block in optimizer._engine.layers]
+    examples = [list(block.recorder.sample().half_sizes) for block in optimizer._engine.layers]
     cross_entropy(twin(tokens()[0]), tokens()[1], "mean").backward()
-    assert [list(block.recorder.half_sizes) for block in optimizer._engine.layers] == examples
+    found = [list(block.recorder.sample().half_sizes) for block in optimizer._engine.layers]
+    assert found == examples
     fop.FOP(twin)
     train(model, optimizer, [tokens()])  # the twin's was not taken over from this one
 
@@ -593,7 +595,7 @@ def test_function_transforms_pass_through() -> None:
 
         gradients.append(torch.func.grad(loss)(dict(model.named_parameters())))
     assert same(gradients[0].values(), gradients[1].values())
-    assert not any(block.recorder.has_moments for block in optimizer._engine.layers)
+    assert not any(block.recorder.sample().statistics.passes for block in optimizer._engine.layers)
 
 
 def test_a_full_backward_hook_is_refused_by_name() -> None:
@@ -619,7 +621,7 @@ def test_hooks_of_the_user_run_as_ever() -> None:
         model.attention.register_forward_hook(lambda module, args, output: (3 * output[0], None))
         functional.cross_entropy(model(tokens()[0]), tokens()[1]).backward()
     assert same([models[0](tokens()[0])], [models[1](tokens()[0])])
-    assert all(block.recorder.has_moments for block in optimizer._engine.layers)
+    assert all(block.recorder.sample().statistics.passes for block in optimizer._engine.layers)
     gradients = [[p.grad for p in model.parameters()] for model in models]
     assert distance(*[[g + 1 for g in gs] for gs in gradients]) < 1e-12
 

@@ -95,7 +95,7 @@ def test_half_gradients_cost_no_extra_multiply_adds(n: int) -> None:
     optimizer.zero_grad()
     assert optimizer.steps == 4  # the next step renews no curvature
     assert backward_flops(model, x, y) == ordinary
-    assert all(block.recorder.difference is not None for block in optimizer._engine.layers)
+    assert all(block.recorder.sample().difference is not None for block in optimizer._engine.layers)
 
 
 def test_kfac_watches_nothing_between_curvature_steps() -> None:

@@ -313,7 +313,7 @@ def test_a_copy_of_the_model_trains_nothing_and_can_have_its_own_optimizer(build
     before = snapshot(average)
     for twin in (average, averaged):
         cross_entropy(twin(points()[0]), points()[1]).backward()
-    assert all(block.recorder.difference is None for block in optimizer._engine.layers)
+    assert all(block.recorder.sample().difference is None for block in optimizer._engine.layers)
     train(model, optimizer, [points()])
     averaged.update_parameters(model)
     assert same(snapshot(average), before)

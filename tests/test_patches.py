@@ -68,7 +68,8 @@ def written(like: Tensor, write: Callable[[Gram], None]) -> Tensor:
     column, and full of what must not stay."""
     groups, width = like.shape[:2]
     gram = Gram(like, groups, width + 1, features=width)
-    gram._triangle.values.fill_(float("nan"))
+    for row in gram._rows:
+        row.values.fill_(float("nan"))
     write(gram)
     return gram.factor().dense()[:, :width, :width]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from fop.capture import Statistics
+from fop.capture import Statistics, gradient_ratios
 from fop.context import Context
 from fop.curvature import Curvature
 from fop.curvature.base import LAST_SIZE, CurvatureState, RefreshJob
@@ -57,9 +57,9 @@ def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
     # the user's.
     settings, empirical, scale = context.settings, layer.recorder.plan.empirical, None
     if empirical and context.loss_scale is not None:
-        if context.loss_scale.measured and layer.recorder.gradient_touched():
+        if context.loss_scale.measured and layer.recorder.gradients.touched():
             context.messages.unknown_scale()
-        scale = context.loss_scale.of_captured(layer.recorder.gradient_ratio())
+        scale = context.loss_scale.of_captured(gradient_ratios([layer.recorder.gradients])[0])
     to_means(
         moments,
         sharing=settings.sharing,

@@ -1,13 +1,15 @@
 """What backward passes leave behind for the layers of a model: recorded, counted and kept."""
 
 from fop.capture.attention import hook_attention
-from fop.capture.autograd import RemovableHandles, hook_gradient, hook_module
+from fop.capture.autograd import hook_gradient, hook_module
+from fop.capture.belongs import gradient_norms, gradient_ratios
 from fop.capture.examples import hook_batch
 from fop.capture.fisher import ExtraPass, hook_output
-from fop.capture.plan import CapturePlan, take_over
-from fop.capture.recorder import Recorder, Sample, gradient_ratios
+from fop.capture.hooks import RemovableHandles, take_over
+from fop.capture.plan import CapturePlan
+from fop.capture.recorder import Recorder
 from fop.capture.squares import Eigenbasis
-from fop.capture.statistics import Statistics, factor_dtype
+from fop.capture.statistics import Sample, Statistics, factor_dtype
 
 __all__ = [
     "CapturePlan",
@@ -18,6 +20,7 @@ __all__ = [
     "Sample",
     "Statistics",
     "factor_dtype",
+    "gradient_norms",
     "gradient_ratios",
     "hook_attention",
     "hook_batch",

@@ -3,11 +3,11 @@
 The module calls no submodule: it hands its weights to F.multi_head_attention_forward. The way in is
 torch's protocol for tensor subclasses, so nothing is patched and nothing outlives a call:
 
-1. A forward pre-hook marks the query: a view of a subclass that knows the call it belongs to.
-2. F.multi_head_attention_forward asks the mark, which starts it again with plain inputs and with
-   marks in place of the query's, key's and value's weights.
-3. F.linear asks the marks too. Each in-projection is computed as torch would, passed through
-   `RecordedCall`, and marked, so that the mark travels with the data up to the F.linear of the
+1. A forward pre-hook tags the query: a view of a subclass that knows the call it belongs to.
+2. F.multi_head_attention_forward asks the tag, which starts it again with plain inputs and with
+   tags in place of the query's, key's and value's weights.
+3. F.linear asks the tags too. Each in-projection is computed as torch would, passed through
+   `RecordedCall`, and tagged, so that the tag travels with the data up to the F.linear of the
    output's weight. What is returned is plain.
 
 All else (masks, dropout, the attention itself) is torch's own code.
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import has_backward_hooks
-from fop.capture.autograd import in_transform, record_call
-from fop.capture.plan import CapturePlan, RecordingHook
+from fop.capture.autograd import record_call
+from fop.capture.hooks import InertHook, in_transform
 from fop.capture.recorder import Recorder
 from fop.layers import (
     IN_ROLES,
@@ -44,8 +44,8 @@ Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]]
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-class _Marked(Tensor):
-    """A tensor on its way through a call of attention; what is computed from it is marked too."""
+class _Tagged(Tensor):
+    """A tensor on its way through a call of attention; what is computed from it is tagged too."""
 
     call: _Call
     role: Role | None = None  # of a weight: the projection it stands for
@@ -62,33 +62,33 @@ class _Marked(Tensor):
 
     @classmethod
     def unchanged(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch computes; marked, but without its call yet."""
+        """What torch computes; tagged, but without its call yet."""
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` is to return for arguments of which some are marked."""
-    call = next(tensor.call for tensor in _marked_in((*args, *kwargs.values())))
+    """What `func` is to return for arguments of which some are tagged."""
+    call = next(tensor.call for tensor in _tagged_in((*args, *kwargs.values())))
     if func is F.multi_head_attention_forward:
         return call.attend(*args, **kwargs)
     if func is F.linear:
         return call.project(*args, **kwargs)
-    result = _Marked.unchanged(func, types, args, kwargs)
-    for tensor in _marked_in((result,)):
+    result = _Tagged.unchanged(func, types, args, kwargs)
+    for tensor in _tagged_in((result,)):
         tensor.call = call
     return result
 
 
-def _marked_in(values: Iterable[Any]) -> Iterable[_Marked]:
+def _tagged_in(values: Iterable[Any]) -> Iterable[_Tagged]:
     for value in values:
-        if isinstance(value, _Marked):
+        if isinstance(value, _Tagged):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _marked_in(value)
+            yield from _tagged_in(value)
 
 
 def _plain(tensor: Any) -> Any:
-    return tensor.as_subclass(Tensor) if isinstance(tensor, _Marked) else tensor
+    return tensor.as_subclass(Tensor) if isinstance(tensor, _Tagged) else tensor
 
 
 class _Call:
@@ -99,16 +99,15 @@ class _Call:
         self._batch_first = batch_first
         self._weights: dict[Role, Tensor] = {}
         self._biases: dict[Role, Tensor | None] = {}
-        self._packed: tuple[Tensor, Tensor | None] | None = None
-        # Projections that one product gives, by the first of them; those not asked for yet.
-        self._together: dict[Role, tuple[Role, ...]] = {}
-        self._products: dict[Role, Tensor] = {}
+        # Projections that one product gives, by the first of them: with its weight and its bias.
+        self._together: dict[Role, tuple[tuple[Role, ...], Tensor, Tensor | None]] = {}
+        self._products: dict[Role, Tensor] = {}  # of those that were not asked for yet
         self._examples = 1
 
-    def mark(self, tensor: Tensor) -> _Marked:
-        marked = tensor.as_subclass(_Marked)
-        marked.call = self
-        return marked
+    def tag(self, tensor: Tensor) -> _Tagged:
+        tagged = tensor.as_subclass(_Tagged)
+        tagged.call = self
+        return tagged
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """F.multi_head_attention_forward, asking `project` for every projection."""
@@ -122,17 +121,17 @@ class _Call:
         if arguments.get("use_separate_proj_weight", False):
             weights = tuple(arguments[name] for name in names)
         else:
-            self._packed = (arguments["in_proj_weight"], bias)
-            weights = arguments["in_proj_weight"].chunk(3)
+            packed = arguments["in_proj_weight"]
+            weights = packed.chunk(3)
             if key is value and query.dim() == 3:  # as torch does; the last bits depend on it
-                self._together = {"key": ("key", "value")}
-                if query is key:
-                    self._together = {"query": IN_ROLES}
+                roles, rows = (IN_ROLES, 0) if query is key else (IN_ROLES[1:], len(weights[0]))
+                stacked = packed[rows:], None if bias is None else bias[rows:]
+                self._together = {roles[0]: (roles, *stacked)}
         self._weights = dict(zip(ROLES, (*weights, arguments["out_proj_weight"]), strict=True))
         self._biases = dict(zip(ROLES, (*biases, arguments["out_proj_bias"]), strict=True))
         self._examples = query.shape[1] if query.dim() == 3 else 1
         for name, role in zip(names, IN_ROLES, strict=True):
-            arguments[name] = self.mark(self._weights[role])
+            arguments[name] = self.tag(self._weights[role])
             arguments[name].role = role
         arguments["use_separate_proj_weight"] = True
         output, attention = F.multi_head_attention_forward(**arguments)
@@ -141,11 +140,11 @@ class _Call:
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """F.linear of a projection: x [positions, examples, i], or [positions * examples, E]."""
         x = _plain(x)
-        if isinstance(weight, _Marked) and weight.role is not None:
+        if isinstance(weight, _Tagged) and weight.role is not None:
             role = weight.role
-            return self.mark(self._record(role, x, self._in_product(role, x)))
+            return self.tag(self._record(role, x, self._in_product(role, x)))
         if weight is not self._weights.get("out_proj"):
-            return self.mark(F.linear(x, _plain(weight), _plain(bias)))
+            return self.tag(F.linear(x, _plain(weight), _plain(bias)))
         output, sizes = F.linear(x, weight, bias), (-1, self._examples)
         if "out_proj" not in self._recorded:
             return output
@@ -155,14 +154,9 @@ class _Call:
     def _in_product(self, role: Role, x: Tensor) -> Tensor:
         if role in self._products:
             return self._products.pop(role)
-        roles = self._together.get(role, (role,))
-        if len(roles) == 1:
+        if role not in self._together:
             return F.linear(x, self._weights[role], self._biases[role])
-        assert self._packed is not None
-        weight, bias = self._packed
-        if roles != IN_ROLES:
-            rest = weight.shape[0] // 3
-            weight, bias = weight[rest:], None if bias is None else bias[rest:]
+        roles, weight, bias = self._together[role]
         stacked = F.linear(x, weight, bias).unflatten(-1, (len(roles), -1))
         self._products.update(zip(roles, stacked.movedim(-2, 0).contiguous(), strict=True))
         return self._products.pop(role)
@@ -175,8 +169,9 @@ class _Call:
         recorder = reference()
         if recorder is None:
             return output
-        examples, sequence_first = recorder.plan.examples, not self._batch_first
-        layout = examples.declared(adapter, x.transpose(0, 1), sequence_first=sequence_first)
+        layout = recorder.plan.examples.layout(
+            adapter, adapter, x.transpose(0, 1), sequence_first=not self._batch_first
+        )
         # Whatever the module is given, torch computes with positions first.
         layout = replace(layout, sequence_first=True)
         parameters = self._weights[role], self._biases[role]
@@ -184,92 +179,77 @@ class _Call:
         return output if recorded is None else recorded
 
 
-class AttentionHook(RecordingHook):
-    """The forward pre-hook on nn.MultiheadAttention."""
+class AttentionHook(InertHook):
+    """The forward pre-hook on nn.MultiheadAttention, for the recorders of its projections."""
 
     def __init__(
         self, name: str = "", recorders: Mapping[Recorder, ProjectionLayer] | None = None
     ) -> None:
+        recorders = recorders or {}
+        super().__init__(next(iter(recorders), None))
         self._name = name
         self._projections: Projections = {
             adapter.role: (adapter, weakref.ref(recorder))
-            for recorder, adapter in (recorders or {}).items()
+            for recorder, adapter in recorders.items()
         }
-        self._mark = torch.compiler.disable(_mark_query) if recorders else None
-        if recorders and _Marked.answer is None:
-            _Marked.answer = staticmethod(torch.compiler.disable(_answer))
-
-    @property
-    def plan(self) -> CapturePlan | None:
-        recorders = (recorder() for _, recorder in self._projections.values())
-        return next((recorder.plan for recorder in recorders if recorder is not None), None)
+        if recorders and _Tagged.answer is None:
+            _Tagged.answer = staticmethod(torch.compiler.disable(_answer))
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._mark is None:
+        if self._run is None or (torch.compiler.is_compiling() and not torch.is_grad_enabled()):
             return None
+        tagged: tuple[tuple[Any, ...], dict[str, Any]] | None
+        tagged = self._run(self, module, args, kwargs)
+        return tagged
+
+    def run(
+        self, module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        inputs = {**dict(zip(IN_ROLES, args, strict=False)), **kwargs}
         if not torch.is_grad_enabled():
-            if not torch.compiler.is_compiling():
-                _note_layouts(self._projections, module, args, kwargs)
+            self._note_layouts(inputs, batch_first=bool(module.batch_first))
             return None
-        marked: tuple[tuple[Any, ...], dict[str, Any]] | None = self._mark(
-            self._name, self._projections, module, args, kwargs
-        )
-        return marked
-
-
-def _note_layouts(
-    projections: Projections, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Of a call that reentrant activation checkpointing runs again during backward."""
-    inputs = {**dict(zip(IN_ROLES, args, strict=False)), **kwargs}
-    for role, (adapter, reference) in projections.items():
-        recorder, x = reference(), inputs.get("query" if role == "out_proj" else role)
-        if recorder is None or recorder.plan.examples.current is None or x is None or x.dim() != 3:
-            continue
-        batch_first = bool(module.batch_first)
-        x = x if batch_first else x.transpose(0, 1)
-        recorder.plan.examples.declared(adapter, x, sequence_first=not batch_first)
-
-
-def _mark_query(
-    name: str,
-    projections: Projections,
-    module: nn.MultiheadAttention,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    inputs = {**dict(zip(IN_ROLES, args, strict=False)), **kwargs}
-    if in_transform() or any(role not in inputs for role in IN_ROLES):
-        return None  # in the latter case the call is about to fail
-    query = inputs["query"]
-    if type(query) not in (Tensor, nn.Parameter) or query.is_nested:
-        return None
-    recorded: dict[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]] = {}
-    for role, (adapter, reference) in projections.items():
-        recorder, weight = reference(), attention_parameters(module, role)[0]
-        if recorder is not None and recorder.wants_call(weight, inputs.get(role, query)):
-            recorded[role] = adapter, reference
-    if not recorded or in_transform(*(inputs[role] for role in IN_ROLES)):
-        return None
-    if has_own_forward(module):
-        for _, reference in recorded.values():
-            recorder = reference()
-            if recorder is not None:
+        if in_transform() or any(role not in inputs for role in IN_ROLES):
+            return None  # in the latter case the call is about to fail
+        query = inputs["query"]
+        if type(query) not in (Tensor, nn.Parameter) or query.is_nested:
+            return None
+        wanting: dict[Role, Recorder] = {}
+        for role, (_, reference) in self._projections.items():
+            recorder, weight = reference(), attention_parameters(module, role)[0]
+            if recorder is not None and recorder.wants_call(weight, inputs.get(role, query)):
+                wanting[role] = recorder
+        if not wanting or in_transform(*(inputs[role] for role in IN_ROLES)):
+            return None
+        if has_own_forward(module):
+            for recorder in wanting.values():
                 recorder.disable("its attention has a forward of its own")
-        return None
-    if has_backward_hooks(module):  # torch passes arguments through a function that unmarks them
-        raise RuntimeError(
-            f"attention {name!r} has a full backward hook, with which its projections can't be "
-            "captured: put the hook on the module around it, or pass "
-            f"skip=[{name!r}] to train it by the fallback rule"
+            return None
+        if has_backward_hooks(module):  # torch passes arguments through a function that untags them
+            raise RuntimeError(
+                f"attention {self._name!r} has a full backward hook, with which its projections "
+                "can't be recorded: put the hook on the module around it, or pass "
+                f"skip=[{self._name!r}] to train it with the fallback optimizer"
+            )
+        recorded = {role: self._projections[role] for role in wanting}
+        tagged = _Call(recorded, batch_first=module.batch_first).tag(query)
+        return (
+            tuple(tagged if value is query else value for value in args),
+            {key: tagged if value is query else value for key, value in kwargs.items()},
         )
-    marked = _Call(recorded, batch_first=module.batch_first).mark(query)
-    return (
-        tuple(marked if value is query else value for value in args),
-        {key: marked if value is query else value for key, value in kwargs.items()},
-    )
+
+    def _note_layouts(self, inputs: Mapping[str, Any], *, batch_first: bool) -> None:
+        """Of a call that reentrant activation checkpointing runs again during backward."""
+        for role, (adapter, reference) in self._projections.items():
+            recorder, x = reference(), inputs.get("query" if role == "out_proj" else role)
+            if recorder is None or recorder.plan.examples.current is None:
+                continue
+            if x is not None and x.dim() == 3:
+                x = x if batch_first else x.transpose(0, 1)
+                examples, sequence_first = recorder.plan.examples, not batch_first
+                examples.layout(adapter, adapter, x, sequence_first=sequence_first)
 
 
 def hook_attention(

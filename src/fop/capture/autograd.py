@@ -1,13 +1,14 @@
 """The custom backward of a layer, and the hooks that put it there.
 
 A forward hook replaces the graph of a module's output by `RecordedCall`, an autograd function with
-the same values that owns the layer's backward: it computes the weight gradient by half-batches
-(passes.py). No module is patched and nothing is computed twice.
+the same values that owns the layer's backward: it computes the weight gradient by half-batches. No
+module is patched and nothing is computed twice.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,79 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import innermost_transform
+from fop.capture import verify
 from fop.capture.examples import TRANSPOSED, Layout
-from fop.capture.passes import Call, record
-from fop.capture.plan import CapturePlan, RecordingHook
+from fop.capture.hooks import InertHook, RemovableHandles
 from fop.capture.recorder import Recorder
-from fop.capture.verify import VerifiedAdapter
-from fop.layers import LayerAdapter, NormLayer, folded
+from fop.layers import LayerAdapter, NormLayer, folded, supported_type
 from fop.linalg import on_host
+
+
+@dataclass
+class Call:
+    """What one call gives its parameters, for all of its examples or a slice of them."""
+
+    adapter: LayerAdapter
+    inputs: Tensor  # examples in dimension 0
+    outputs: Tensor  # their gradients
+    weights: Tensor  # in the precision of the outputs
+    dtype: torch.dtype  # of the parameters
+    needs_weight: bool
+    needs_bias: bool
+
+    def gradients(self, examples: slice = slice(None)) -> list[Tensor]:
+        inputs, outputs, found = self.inputs[examples], self.outputs[examples], []
+        if self.needs_weight:
+            gradient = self.adapter.weight_gradient(outputs, inputs, self.weights)
+            found.append(gradient.to(self.dtype))
+        if self.needs_bias:
+            found.append(self.adapter.bias_gradient(outputs).to(self.dtype))
+        return found
+
+    def sum_and_difference(self, first: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The total gradients; and, detached, those of the first examples minus the others."""
+        n, difference = len(self.inputs), []
+        if first in (0, n):
+            total = self.gradients()
+            return total, [gradient.detach() * (1 if first else -1) for gradient in total]
+        one, rest = self.gradients(slice(0, first)), slice(first, None)
+        if self.needs_weight and one[0].dtype == self.outputs.dtype:
+            inputs, outputs = self.inputs[rest], self.outputs[rest]
+            total = [self.adapter._add_weight_gradient(one[0], outputs, inputs, self.weights)]
+            if self.needs_bias:
+                total.append(one[1] + self.adapter.bias_gradient(outputs))
+        else:  # sums are more precise in the parameter's type than in the one of autocast
+            total = [a + b for a, b in zip(one, self.gradients(rest), strict=True)]
+        with torch.no_grad():
+            for half, both in zip(one, total, strict=True):
+                difference.append(half.detach().mul_(2).sub_(both))
+        return total, difference
+
+
+def record(recorder: Recorder | None, call: Call, *, curvature: bool) -> list[Tensor]:
+    """The gradients of a call, leaving with the recorder what it wants of it.
+
+    An extra pass for the Fisher is about second moments alone: no gradients.
+    """
+    if recorder is None or recorder.inactive:
+        return call.gradients()
+    plan, n, gradients = recorder.plan, len(call.inputs), []
+    if plan.extra_pass_of is None:
+        if plan.halves == "none":
+            gradients = call.gradients()
+        else:
+            first, known = n, recorder.running_pass().record.statistics
+            if plan.halves == "samples":  # the odd example goes where fewer are
+                first = n // 2 + (n % 2 if known.first <= known.second else 0)
+            gradients, difference = call.sum_and_difference(first)
+            recorder.record_difference(difference, first, n - first)
+        if call.needs_weight and not call.adapter.autograd_backward and recorder.wants_moments:
+            recorder.record_total(gradients[0])
+        curvature = curvature and plan.empirical
+    if curvature and recorder.wants_moments:
+        with torch.no_grad():
+            recorder.record_moments(call.adapter, call.inputs, call.outputs)
+    return gradients
 
 
 class RecordedCall(torch.autograd.Function):
@@ -101,8 +168,8 @@ def record_call(
     x: Tensor,
     output: Tensor,
     parameters: tuple[Tensor | None, Tensor | None],
-    *,
     module: nn.Module | None = None,
+    *,
     curvature: bool = True,
 ) -> Tensor | None:
     """The output with a recorded backward; None, and noted, if the call has no single examples."""
@@ -127,22 +194,64 @@ def record_call(
     return recorded.transpose(0, 1) if layout.sequence_first else recorded
 
 
-def in_transform(*tensors: Tensor) -> bool:
-    """Whether torch.func's transforms are at work, or forward-mode differentiation of a tensor.
+class VerifiedAdapter:
+    """The adapter of one module, as it was when the module was last called."""
 
-    No gradient of the former reaches p.grad, and neither can go through `RecordedCall`.
-    """
-    if innermost_transform() is not None:
-        return True
-    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+    def __init__(self, adapter: LayerAdapter) -> None:
+        self.adapter = adapter
+        self._code: tuple[Any, ...] | None = None  # None: not verified
+        self._foreign = False
+
+    def at_call(
+        self, module: nn.Module, x: Any, output: Any, recorder: Recorder
+    ) -> LayerAdapter | None:
+        """The adapter for this call; None if it does not fit, and the layer is disabled."""
+        try:
+            return self._verified(module, x, output, recorder)
+        except torch.OutOfMemoryError:
+            raise
+        except verify.UnsupportedError as error:
+            recorder.disable(str(error))
+        except Exception as error:  # whatever an adapter does on a module that it was not made for
+            kind = type(self.adapter).__name__
+            recorder.disable(f"its adapter {kind} failed with {type(error).__name__}: {error}")
+        return None
+
+    def _verified(self, module: nn.Module, x: Any, output: Any, recorder: Recorder) -> LayerAdapter:
+        code, adapter = _code(module), type(self.adapter)(module)
+        reason = adapter.unsupported_reason(module)
+        if reason is not None:
+            raise verify.UnsupportedError(reason)
+        unchanged = code == self._code and vars(adapter) == vars(self.adapter)
+        # Nobody knows what code of others will do next: it is verified again with every refresh.
+        if unchanged and not (self._foreign and recorder.wants_moments):
+            return self.adapter
+        self._foreign = _foreign(module)
+        conclusive = verify.verify(adapter, module, x, output, foreign=self._foreign)
+        if recorder.adapter is self.adapter:
+            recorder.use(adapter)
+        self.adapter, self._code = adapter, code if conclusive else None
+        return adapter
 
 
-class LayerHook(RecordingHook):
-    """The forward hook on a module. Holds the recorder weakly.
+def _code(module: nn.Module) -> tuple[Any, ...]:
+    """What decides which code a call of the module runs."""
+    kind, own = type(module), module.__dict__
+    return (kind, *_methods(kind), own.get("forward"), own.get("_conv_forward"))
 
-    What is recorded is a Python side effect, which a compiled graph can't hold: torch.compile has
-    to break its graph here. (Disabling is left to construction, because it makes torch import its
-    compiler.)"""
+
+def _methods(kind: Any) -> tuple[Any, Any]:
+    return kind.forward, getattr(kind, "_conv_forward", None)
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Whether a call runs other code than that of the type the adapter was made for."""
+    kind = supported_type(type(module))
+    return kind is None or _code(module)[1:] != (*_methods(kind), None, None)
+
+
+class LayerHook(InertHook):
+    """The forward hook on a module, for the recorder of its layer."""
 
     def __init__(
         self,
@@ -151,103 +260,61 @@ class LayerHook(RecordingHook):
         curvature: bool = True,
         sequence_first: bool = False,
     ) -> None:
-        self._recorder = weakref.ref(recorder) if recorder is not None else None
+        super().__init__(recorder)
         self._adapter = VerifiedAdapter(adapter) if adapter is not None else None
         self._curvature = curvature
         self._sequence_first = sequence_first
-        self._record = torch.compiler.disable(_record_output) if recorder is not None else None
-
-    @property
-    def plan(self) -> CapturePlan | None:
-        recorder = None if self._recorder is None else self._recorder()
-        return None if recorder is None else recorder.plan
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Tensor | None:
-        if self._record is None:
-            return None
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled evaluation
-            return None
+        compiling = torch.compiler.is_compiling()
+        if self._run is None or (compiling and not torch.is_grad_enabled()):
+            return None  # in the latter case it is compiled evaluation
         x = args[0] if args else kwargs.get("input")
-        # Each by itself: torch.compile would pass a weak reference in a tuple without its wrapper.
-        recorded: Tensor | None = self._record(
-            self._recorder, self._adapter, self._curvature, self._sequence_first, module, x, output
-        )
+        recorded: Tensor | None = self._run(self, module, x, output)
         return recorded
 
+    def run(self, module: nn.Module, x: Any, output: Any) -> Tensor | None:
+        recorder, verified = self._owner(), self._adapter
+        if recorder is None or verified is None or innermost_transform() is not None:
+            return None
+        parameters = module._parameters.get("weight"), module._parameters.get("bias")
+        if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+            if torch.is_grad_enabled() and recorder.records(parameters[0]):
+                recorder.disable("its forward does not take one tensor and return one")
+            return None
+        if not torch.is_grad_enabled():
+            # Reentrant activation checkpointing, which runs this call again, or evaluation.
+            if recorder.plan.examples.current is not None:
+                self._layout(recorder, verified, x)
+            return None
+        # Also of calls that are not recorded, for what they tell about others.
+        layout = self._layout(recorder, verified, x)
+        differentiated_forward = unpack_dual(output).tangent is not None
+        if differentiated_forward or not recorder.wants_call(parameters[0], x):
+            return None
+        adapter = verified.at_call(module, x, output, recorder)
+        if adapter is None:
+            return None
+        return record_call(
+            recorder, adapter, layout, x, output, parameters, module, curvature=self._curvature
+        )
 
-def _record_output(
-    reference: weakref.ref[Recorder],
-    verified: VerifiedAdapter,
-    curvature: bool,
-    sequence_first: bool,
-    module: nn.Module,
-    x: Any,
-    output: Any,
-) -> Tensor | None:
-    recorder = reference()
-    parameters = module._parameters.get("weight"), module._parameters.get("bias")
-    if recorder is None or in_transform():
-        return None
-    if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
-        if torch.is_grad_enabled() and recorder.records(parameters[0]):
-            recorder.disable("its forward does not take one tensor and return one")
-        return None
-    if not torch.is_grad_enabled():
-        # Reentrant activation checkpointing, which runs this call again, or evaluation.
-        if recorder.plan.examples.current is not None:
-            _layout(recorder, verified, x, sequence_first)
-        return None
-    # Also of calls that are not recorded, for what they tell about others.
-    layout = _layout(recorder, verified, x, sequence_first)
-    if in_transform(output) or not recorder.wants_call(parameters[0], x):
-        return None
-    adapter = verified.at_call(module, x, output, recorder)
-    if adapter is None:
-        return None
-    return record_call(
-        recorder, adapter, layout, x, output, parameters, module=module, curvature=curvature
-    )
-
-
-def _layout(
-    recorder: Recorder, verified: VerifiedAdapter, x: Tensor, sequence_first: bool
-) -> Layout:
-    examples, adapter = recorder.plan.examples, verified.adapter
-    if sequence_first and x.dim() == 3:
-        examples.declared(verified, x.transpose(0, 1), sequence_first=True)
-        return TRANSPOSED
-    read = adapter.one_hot and (recorder.wants_moments or on_host(x))
-    return examples.layout(verified, adapter, x, read=read)
+    def _layout(self, recorder: Recorder, verified: VerifiedAdapter, x: Tensor) -> Layout:
+        examples, adapter = recorder.plan.examples, verified.adapter
+        if self._sequence_first and x.dim() == 3:
+            examples.layout(verified, adapter, x.transpose(0, 1), sequence_first=True)
+            return TRANSPOSED
+        read = adapter.one_hot and (recorder.wants_moments or on_host(x))
+        return examples.layout(verified, adapter, x, read=read)
 
 
-def hook_module(
-    module: nn.Module,
-    recorder: Recorder,
-    adapter: LayerAdapter,
-    curvature: bool,
-    sequence_first: bool,
-) -> RemovableHandle:
-    """Start to record the calls of a module; the handle stops it."""
-    hook = LayerHook(recorder, adapter, curvature, sequence_first)
+def hook_module(module: nn.Module, *hook: Any) -> RemovableHandle:
+    """Start to record the calls of a module by a `LayerHook`; the handle stops it."""
     # First in line, so that hooks of the user that change the output stay part of the graph after
     # the layer's own.
-    return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-
-
-class RemovableHandles:
-    """Handles of hooks that are placed one after the other, to be removed together."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+    return module.register_forward_hook(LayerHook(*hook), prepend=True, with_kwargs=True)
 
 
 def hook_gradient(recorder: Recorder) -> RemovableHandle | RemovableHandles:
@@ -266,7 +333,7 @@ def hook_gradient(recorder: Recorder) -> RemovableHandle | RemovableHandles:
     hook = torch.compiler.disable(commit)
     if recorder.sharded:
         handles = RemovableHandles()
-        recorder.on_unsharded = lambda gathered: handles.add(
+        recorder.on_gathered = lambda gathered: handles.add(
             gathered.register_post_accumulate_grad_hook(hook)
         )
         return handles

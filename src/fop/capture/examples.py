@@ -6,15 +6,14 @@ counts B examples, wherever that is clear. An input of a layer then is one of
     [B, ...]      as usual
     [T, B, ...]   the sequence first
     [B r, ...]    r rows per example, one after the other: flattened positions, windows, frames
-    other         called once for the whole batch, or for a selection: no single examples
+    other         called once for the full batch, or for a selection: no single examples
 
 Where B is not clear, dimension 0 of the layer's own input is taken, and the step compares counts.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import current_pass
+from fop.capture.hooks import InertHook
 from fop.layers import LayerAdapter
 
 
@@ -71,23 +71,26 @@ class Examples:
         self._known.clear()
 
     def layout(
-        self, whose: object, adapter: LayerAdapter, x: Tensor, *, read: bool = False
+        self,
+        whose: object,
+        adapter: LayerAdapter,
+        x: Tensor,
+        *,
+        read: bool = False,
+        sequence_first: bool | None = None,
     ) -> Layout:
         """Of a call with input x; `read`: the values of indices may be read by the host.
 
-        `whose` stands for the module, and stays the same while it is trained.
+        `whose` stands for the module, and stays the same while it is trained. Where the module
+        says if its sequence is first, x has the examples in dimension 0 all the same.
         """
-        return self._remembered(whose, x, lambda forward: forward.layout(adapter, x, read))
-
-    def declared(self, whose: object, x: Tensor, *, sequence_first: bool) -> Layout:
-        """The same where the module says where the examples are, and x has them in dimension 0."""
-        return self._remembered(whose, x, lambda forward: forward.declared(x, sequence_first))
-
-    def _remembered(self, whose: object, x: Tensor, find: Callable[[_Forward], Layout]) -> Layout:
-        key, forward = (whose, tuple(x.shape)), self.current
+        key, forward, found = (whose, tuple(x.shape)), self.current, USUAL
         if forward is None and current_pass() != -1:
             return self._known.get(key, USUAL)
-        found = USUAL if forward is None else find(forward)
+        if forward is not None and sequence_first is not None:
+            found = forward.declared(x, sequence_first)
+        elif forward is not None:
+            found = forward.layout(adapter, x, read)
         self._known[key] = found
         return found
 
@@ -118,7 +121,7 @@ class _Forward:
         if size is None:
             return USUAL
         if n == size:
-            self._agree(sequence_first=sequence_first)
+            self._agree(TRANSPOSED if sequence_first else USUAL)
             return USUAL
         if sequence_first:  # the model's inputs may well have the sequence first, too
             self.size = None
@@ -136,38 +139,35 @@ class _Forward:
         if adapter.one_hot:
             return self._of_indices(x, n, size, read)
         if free and n == size:
-            self._agree(sequence_first=False)
-            return USUAL
+            return self._agree(USUAL)
         if free > 1 and x.shape[1] == size:
             in_doubt = n % size == 0 or n == 1
             # What nn.MultiheadAttention returns looks transposed with batch_first=True, too.
             if not in_doubt or (x.shape[:2] not in self._folded and self._looks_transposed(x)):
-                self._agree(sequence_first=True)
-                return TRANSPOSED
+                return self._agree(TRANSPOSED)
         if free and n % size == 0 and (self._confirmed or self._is_input(x)):
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._seen)
 
     def _of_indices(self, x: Tensor, n: int, size: int, read: bool) -> Layout:
-        """Positions are looked up for the whole batch, and may be as many as examples."""
+        """Positions are looked up for the full batch, and may be as many as examples."""
         given = self._is_input(x)
         if x.dim() > 0 and n == size:
             if not given and read and _are_positions(x):
                 return Layout(mismatch=(n, size))
-            self._agree(sequence_first=False)
-            return USUAL
+            return self._agree(USUAL)
         if n > 1 and x.dim() > 1 and x.shape[1] == size:
-            self._agree(sequence_first=True)
-            return TRANSPOSED
+            return self._agree(TRANSPOSED)
         # What goes with tokens (their types, say) has the shape of the tokens.
         if n % size == 0 and (given or x.shape[:2] in self._folded):
             self._folded.add(x.shape[:2])
             return Layout(rows=n // size)
         return self._mismatch(n, size, certain=self._confirmed and not given)
 
-    def _agree(self, *, sequence_first: bool) -> None:
+    def _agree(self, layout: Layout) -> Layout:
         self._confirmed = self._seen = True
-        self._sequence_first = sequence_first
+        self._sequence_first = layout.sequence_first
+        return layout
 
     def _mismatch(self, n: int, size: int, *, certain: bool) -> Layout:
         if certain:
@@ -207,46 +207,27 @@ def _are_positions(indices: Tensor) -> bool:
     return shifted and bool((indices != indices[0, 0]).any())
 
 
-class InertInCopies:
-    """A hook of which a copy does nothing: that of a deep-copied or pickled model, say."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-
-class BatchHook(InertInCopies):
-    """The hooks around the forward of a model; never compiled."""
+class BatchHook(InertHook):
+    """The hooks around the forward of a model."""
 
     def __init__(self, examples: Examples | None = None, *, part: bool = False) -> None:
-        self._examples = weakref.ref(examples) if examples is not None else None
+        super().__init__(examples)
         self._part = part
-        self._begin = torch.compiler.disable(_begin) if examples is not None else None
-        self._end = torch.compiler.disable(_end) if examples is not None else None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._begin is not None and torch.is_grad_enabled():
-            self._begin(self._examples, args, kwargs, self._part)
+        if self._run is not None and torch.is_grad_enabled():
+            self._run(self, args, kwargs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._end is not None and torch.is_grad_enabled():
-            self._end(self._examples)
+        if self._run is not None and torch.is_grad_enabled():
+            self._run(self)
 
-
-def _begin(
-    reference: weakref.ref[Examples], args: tuple[Any, ...], kwargs: dict[str, Any], part: bool
-) -> None:
-    examples = reference()
-    if examples is not None:
-        examples.begin(args, kwargs, part=part)
-
-
-def _end(reference: weakref.ref[Examples]) -> None:
-    examples = reference()
-    if examples is not None:
-        examples.end()
+    def run(self, *inputs: Any) -> None:
+        examples = self._owner()
+        if examples is not None and inputs:
+            examples.begin(*inputs, part=self._part)
+        elif examples is not None:
+            examples.end()
 
 
 def hook_batch(model: nn.Module, examples: Examples) -> list[RemovableHandle]:

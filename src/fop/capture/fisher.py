@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import current_pass
-from fop.capture.autograd import in_transform
-from fop.capture.examples import InertInCopies
-from fop.capture.plan import CapturePlan, hooked_by
+from fop.capture.hooks import InertHook, hooked_by, in_transform
+from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
 from fop.scaling import term_weight
 
@@ -45,9 +45,8 @@ def sampled_gradient(output: Tensor, likelihood: str, reduction: str, rows: int 
     probability = _classes_last(output).softmax(-1)
     # An exponential race draws from the classes without the host read of torch.multinomial.
     label = (probability / torch.empty_like(probability).exponential_()).argmax(-1, keepdim=True)
-    gradient = probability.scatter_add(
-        -1, label, probability.new_full((), -1.0).expand(label.shape)
-    )
+    minus_one = probability.new_full((), -1.0).expand(label.shape)
+    gradient = probability.scatter_add(-1, label, minus_one)
     return _classes_back(gradient * weight, output)
 
 
@@ -63,16 +62,12 @@ def all_gradients(
     if likelihood == "categorical":
         logits = _classes_last(output)
         probability = logits.softmax(-1).reshape(examples, -1, logits.shape[-1])
-        positions, classes = probability.shape[1:]
-        for position in range(positions):
-            for label in range(classes):
-                gradient = torch.zeros_like(probability)
-                score = probability[:, position].clone()
-                score[:, label] -= 1
-                gradient[:, position] = (
-                    score * probability[:, position, label : label + 1].sqrt() * weight
-                )
-                yield _classes_back(gradient.reshape(logits.shape), output)
+        for position, label in product(*map(range, probability.shape[1:])):
+            own, gradient = probability[:, position], torch.zeros_like(probability)
+            gradient[:, position] = own
+            gradient[:, position, label] -= 1
+            gradient[:, position] *= own[:, label : label + 1].sqrt() * weight
+            yield _classes_back(gradient.reshape(logits.shape), output)
         return
     if likelihood == "gaussian":
         deviation = torch.full_like(output, math.sqrt(2) * weight)
@@ -94,13 +89,22 @@ def _term_weight(output: Tensor, likelihood: str, reduction: str, rows: int) -> 
 
 
 def _classes_last(output: Tensor) -> Tensor:
-    if output.dim() < 2:
+    shape = tuple(output.shape)
+    if len(shape) < 2:
         raise ValueError(
-            "the categorical likelihood needs model outputs [n, classes, ...], got shape "
-            f"{tuple(output.shape)}: choose another, as in "
-            'fisher={"name": "mc", "likelihood": "gaussian"} (or "bernoulli"), or "empirical"'
+            f"the categorical likelihood needs model outputs [n, classes, ...], got shape {shape}: "
+            'choose another, as in fisher={"name": "mc", "likelihood": "gaussian"} (or '
+            '"bernoulli"), or "empirical"'
         )
-    return output if output.dim() <= 3 else output.movedim(1, -1)
+    logits = output if len(shape) <= 3 else output.movedim(1, -1)
+    if logits.shape[-1] == 1:
+        raise ValueError(
+            "the categorical likelihood needs two classes at least, but the model returned "
+            f"shape {shape}, which is one class: its Fisher is zero. Choose "
+            'another, as in fisher={"name": "mc", "likelihood": "bernoulli"} '
+            '(binary_cross_entropy_with_logits) or "gaussian" (mse_loss)'
+        )
+    return logits
 
 
 def _classes_back(gradient: Tensor, output: Tensor) -> Tensor:
@@ -127,10 +131,8 @@ class ExtraPass:
     ) -> None:
         self._plan = plan
         self._recorders = recorders
-        self._exact = options["name"] == "exact"
-        self._likelihood = options["likelihood"]
-        self._reduction = reduction
-        self._pick = options["model_output"]
+        self._exact, self._pick = options["name"] == "exact", options["model_output"]
+        self._loss = options["likelihood"], reduction
         # The outputs, and how many rows of each belong to an example.
         self._waiting: dict[int, tuple[Tensor, int]] = {}
         self._passes = 0
@@ -149,7 +151,8 @@ class ExtraPass:
         logits = find_output(module, output, self._pick)
         if logits.numel() == 0 or not logits.requires_grad or in_transform(logits):
             return
-        self._check(logits)
+        if self._loss[0] == "categorical":
+            _classes_last(logits)  # raises, while the user's forward is on the stack
         self._passes += 1
         number, reference = self._passes, weakref.ref(self)
 
@@ -159,7 +162,9 @@ class ExtraPass:
                 extra_pass._run(number)
 
         logits.register_hook(reached)
-        self._waiting[number] = logits, self._rows(logits)
+        forward, n = self._plan.examples.current, logits.shape[0]
+        size = None if forward is None else forward.size
+        self._waiting[number] = logits, n // size if size and n % size == 0 else 1
         while len(self._waiting) > WAITING:
             del self._waiting[next(iter(self._waiting))]
 
@@ -167,43 +172,27 @@ class ExtraPass:
         """After a step, forward passes that had no backward are not expected to have one."""
         self._waiting.clear()
 
-    def _rows(self, output: Tensor) -> int:
-        """Of dimension 0 of the model's output, for each example of its inputs."""
-        forward = self._plan.examples.current
-        size = None if forward is None else forward.size
-        return output.shape[0] // size if size and output.shape[0] % size == 0 else 1
-
-    def _check(self, logits: Tensor) -> None:
-        if self._likelihood == "categorical" and _classes_last(logits).shape[-1] == 1:
-            raise ValueError(
-                "the categorical likelihood needs two classes at least, but the model returned "
-                f"shape {tuple(logits.shape)}, which is one class: its Fisher is zero. Choose "
-                'another, as in fisher={"name": "mc", "likelihood": "bernoulli"} '
-                '(binary_cross_entropy_with_logits) or "gaussian" (mse_loss)'
-            )
-
     def _run(self, number: int) -> None:
         output, rows = self._waiting.pop(number, (None, 1))
         recorders = self.wanting()
         weights = list(dict.fromkeys(recorder.in_graph for recorder in recorders))  # may be shared
         if output is None or not weights:
             return
-        plan = self._plan
+        plan, values = self._plan, output.detach()
+        gradients: Iterable[Tensor]
+        if self._exact:
+            gradients = all_gradients(values, *self._loss, rows)
+        else:
+            gradients = [sampled_gradient(values, *self._loss, rows)]
         plan.extra_pass_of, plan.extra_pass_first = current_pass(), True
         try:
-            for gradient in self._gradients(output.detach(), rows):
+            for gradient in gradients:
                 torch.autograd.grad(output, weights, gradient, retain_graph=True, allow_unused=True)
                 plan.extra_pass_first = False
                 for recorder in recorders:
                     recorder.close_extra_pass()
         finally:
             plan.extra_pass_of = None
-
-    def _gradients(self, output: Tensor, rows: int) -> Iterator[Tensor]:
-        if self._exact:
-            yield from all_gradients(output, self._likelihood, self._reduction, rows)
-        else:
-            yield sampled_gradient(output, self._likelihood, self._reduction, rows)
 
 
 def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | None) -> Tensor:
@@ -218,7 +207,9 @@ def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | Non
         return picked
     if isinstance(output, Tensor):
         return output
-    parts = dict(output) if isinstance(output, Mapping) else dict(enumerate(_sequence(output)))
+    parts = dict(output) if isinstance(output, Mapping) else {}
+    if isinstance(output, (tuple, list)):
+        parts = dict(enumerate(output))
     logits = parts.get("logits", getattr(output, "logits", None))
     if isinstance(logits, Tensor):
         return logits
@@ -237,26 +228,17 @@ def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | Non
     )
 
 
-def _sequence(output: Any) -> Sequence[Any]:
-    return output if isinstance(output, (tuple, list)) else ()
-
-
-class OutputHook(InertInCopies):
-    """The forward hook on the model; never compiled."""
-
-    def __init__(self, extra_pass: ExtraPass | None = None) -> None:
-        self._extra_pass = weakref.ref(extra_pass) if extra_pass is not None else None
-        self._expect = torch.compiler.disable(_expect) if extra_pass is not None else None
+class OutputHook(InertHook):
+    """The forward hook on the model."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._expect is not None and torch.is_grad_enabled():
-            self._expect(self._extra_pass, module, output)
+        if self._run is not None and torch.is_grad_enabled():
+            self._run(self, module, output)
 
-
-def _expect(reference: weakref.ref[ExtraPass], module: nn.Module, output: Any) -> None:
-    extra_pass = reference()
-    if extra_pass is not None and not in_transform():
-        extra_pass.expect(module, output)
+    def run(self, module: nn.Module, output: Any) -> None:
+        extra_pass = self._owner()
+        if extra_pass is not None and not in_transform():
+            extra_pass.expect(module, output)
 
 
 def hook_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:

@@ -113,7 +113,7 @@ def _squares_by_index(outputs: Tensor, indices: Tensor, width: int) -> Tensor:
     same = indices.unsqueeze(1) == indices.unsqueeze(2)  # [n, s, s]
     times = same.sum(2)  # how often this position's index occurs in its example
     column = same.to(outputs.dtype) @ outputs.squeeze(1)  # V_n's column for that index
-    # Every occurrence holds the whole column, so each counts for its share of the square.
+    # Every occurrence holds the full column, so each counts for its share of the square.
     share = column.square_() / times.unsqueeze(-1)
     share.masked_fill_((indices < 0).unsqueeze(-1), 0.0)
     total = outputs.new_zeros(width, outputs.shape[-1])

@@ -12,6 +12,9 @@ up. Nothing is divided before the step: fop.scaling does that, once.
     >>> total = Statistics()
     >>> total += Statistics(difference=[h1 - h2], first=4, second=4)   # a batch of 8
     >>> total += Statistics(difference=[h3 - h4], first=2, second=2)   # 4 more: first == 6
+
+`PassMoments` makes the moments of one pass from a layer's rows x [n, groups, s, i] and
+g [n, groups, s, o], of n examples at s shared positions.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fop.linalg import Factor
+from fop.capture.squares import Eigenbasis, GradientSquares
+from fop.layers import LayerAdapter
+from fop.linalg import Diagonal, Factor, Form, Gram
+from fop.slices import ParameterSlice
 
 
 def factor_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,3 +98,151 @@ class Statistics:
         if self.squares is not None:
             moved.squares = self.squares.to(device, precise)
         return moved
+
+
+@dataclass
+class Sample:
+    """What one layer brings to a step, on this rank."""
+
+    slices: list[ParameterSlice]  # of the weight and, where it is trained, the bias
+    shape: tuple[int, int]  # rows and columns of its matrix
+    difference: list[Tensor] | None  # H1 - H2 by slices; None where it is not known of `p.grad`
+    half_sizes: tuple[int, int]  # examples in the two half-batches that it is about
+    statistics: Statistics  # second moments, until they are used up
+    wants_moments: bool
+
+
+@dataclass(frozen=True)
+class MomentForms:
+    """What a layer's moments look like."""
+
+    dtype: torch.dtype
+    has_bias: bool  # inputs have a last column of ones
+    inputs: Form  # the bias included
+    outputs: Form
+
+    def of_rows(self, rows: Tensor, form: Form) -> Factor:
+        """Sum of r r^T over rows [n, groups, s, d]."""
+        rows = rows.to(self.dtype)
+        if form.diagonal:
+            return Diagonal(rows.square().sum((0, 2)))
+        gram = Gram(rows, form.groups, form.width)
+        gram.add_rows(rows)
+        return gram.factor()
+
+    def of_inputs(self, adapter: LayerAdapter, x: Tensor, grad: Tensor, rows: int) -> Factor:
+        """Sum of x x^T over the input rows of one call, so many in number."""
+        x, bias, form = x.to(self.dtype), int(self.has_bias), self.inputs
+        if form.diagonal:
+            # Rows hold elements of the input, so their squares are rows of its square.
+            squares = adapter.input_totals(x.square(), grad).sum(0)
+            return Diagonal(F.pad(squares, (0, bias), value=rows))
+        gram = Gram(x, form.groups, form.width, features=form.width - bias)
+        adapter.input_moment(x, grad, gram)
+        if bias:
+            # Summed over the examples first: rows are linear in the input.
+            total = adapter.input_totals(x.sum(0, keepdim=True), grad[:1])[0]
+            gram.fill_last(F.pad(total, (0, 1), value=rows))
+        return gram.factor()
+
+    def of_indices(self, indices: Tensor, *, reduce: bool) -> Factor:
+        """Sum of x x^T over one-hot rows, from indices [n, s]; -1 for a row of zeros."""
+        weights = torch.ones_like(indices, dtype=self.dtype)
+        if reduce:
+            # An example's mean row is c_v / s; its square is spread over the c_v positions.
+            same = indices.unsqueeze(1) == indices.unsqueeze(2)
+            weights = same.sum(2).to(self.dtype) / indices.shape[1] ** 2
+        weights = weights.masked_fill(indices < 0, 0.0)
+        counts = weights.new_zeros(self.inputs.width)
+        counts.index_add_(0, indices.clamp(min=0).reshape(-1), weights.reshape(-1))
+        return Diagonal(counts.unsqueeze(0))
+
+
+class PassMoments:
+    """Collects one backward pass through one layer, which may be called several times in it.
+
+    All calls of a pass belong to the same examples: each adds further shared positions. So with
+    sharing="reduce", as for `squares`, nothing can be squared before the pass is complete.
+    """
+
+    def __init__(
+        self, forms: MomentForms, sharing: str, basis: Eigenbasis | None, *, factors: bool
+    ) -> None:
+        self._reduce = sharing == "reduce"
+        self._factors = factors
+        self._forms = forms
+        self._squares = None
+        if basis is not None:
+            width, dtype = forms.inputs.width, forms.dtype
+            self._squares = GradientSquares(basis, width, dtype, has_bias=forms.has_bias)
+        self._found = Statistics(passes=1)
+        # "reduce" only: per-example sums over positions, [n, groups, features].
+        self._input_total: Tensor | None = None
+        self._output_total: Tensor | None = None
+        self._positions = 0
+
+    def add(self, adapter: LayerAdapter, x: Tensor, grad: Tensor, *, with_inputs: bool) -> None:
+        """A call's input and output gradient, with examples in dimension 0.
+
+        Without inputs, the outputs go with those that are known, as another set of gradients.
+        """
+        outputs, forms, squares = adapter.output_rows(grad), self._forms, self._squares
+        if with_inputs:
+            n, _, positions, _ = outputs.shape
+            self._found.examples = max(self._found.examples, n)
+            self._found.rows += n * positions
+            self._positions += positions
+            if self._factors:
+                self._add_inputs(adapter, x, grad, n * positions)
+            if squares is not None:
+                add = squares.add_indices if adapter.one_hot else squares.add_inputs
+                add(adapter.input_rows(x, grad))
+        if self._factors and self._reduce:
+            self._output_total = _sum_of(self._output_total, outputs.to(forms.dtype).sum(2))
+        elif self._factors:
+            self._found += Statistics(outputs=forms.of_rows(outputs, forms.outputs))
+        if squares is not None:
+            squares.add_outputs(outputs)
+
+    def _add_inputs(self, adapter: LayerAdapter, x: Tensor, grad: Tensor, rows: int) -> None:
+        forms = self._forms
+        if adapter.one_hot:
+            moment = forms.of_indices(adapter.input_rows(x, grad), reduce=self._reduce)
+        elif self._reduce:
+            totals = adapter.input_totals(x.to(forms.dtype), grad)
+            self._input_total = _sum_of(self._input_total, totals)
+            return
+        else:
+            moment = forms.of_inputs(adapter, x, grad, rows)
+        self._found += Statistics(inputs=moment)
+
+    def close_outputs(self) -> None:
+        """End a set of output gradients that belong together; several sets may share the inputs."""
+        if self._output_total is not None:
+            rows = self._output_total.unsqueeze(2)
+            self._found += Statistics(outputs=self._forms.of_rows(rows, self._forms.outputs))
+            self._output_total = None
+        if self._squares is not None:
+            self._squares.close_outputs()
+
+    def finish(self) -> Statistics:
+        self.close_outputs()
+        if self._input_total is not None:
+            means = self._input_total.div_(self._positions)
+            rows = F.pad(means, (0, int(self._forms.has_bias)), value=1.0).unsqueeze(2)
+            self._found.inputs = self._forms.of_rows(rows, self._forms.inputs)
+        if self._squares is not None:
+            self._found.squares = self._squares.finish()
+        return self._found
+
+
+def _sum_of(total: Tensor | None, term: Tensor) -> Tensor:
+    if total is None:
+        return term
+    if total.shape == term.shape:
+        return total.add_(term)
+    # Calls of one pass with different batch sizes: example i of one is example i of the other as
+    # far as both go.
+    longer, shorter = (total, term) if len(total) >= len(term) else (term, total)
+    longer[: len(shorter)].add_(shorter)
+    return longer

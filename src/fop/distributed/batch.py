@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.capture import Statistics
+from fop.capture import Statistics, gradient_norms
 from fop.distributed.buckets import Reduction
 from fop.distributed.comm import Comm, Handle
 from fop.distributed.ranks import Batch, Contribution, Counts
@@ -69,7 +69,9 @@ class GroupBatch(Batch):
         vector = torch.tensor(numbers, dtype=torch.float64, device=own.finite.device)
         vector[-1] = (~own.finite).to(torch.float64)
         for layer in layers if self._sharded else ():
-            norms = torch.stack([norm.to(vector) for norm in layer.recorder.gradient_norms()])
+            norms = torch.cat(
+                [norm.to(vector) for norm in gradient_norms([layer.recorder.gradients])]
+            )
             vector[offsets[layer, "norms"] :][:2] = norms.square()
         return vector
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fop.capture import CapturePlan, Recorder
+from fop.capture import CapturePlan, Recorder, gradient_ratios
 from fop.costs import owner_cost
 from fop.distributed.batch import AVERAGES, DIFFERENCES, GRADIENTS, MOMENTS, GroupBatch
 from fop.distributed.buckets import Item, Quantity, ReduceQueue, Reduction, into_buckets
@@ -135,11 +135,12 @@ class Group(Ranks):
         return items
 
     def _pack_difference(self, layer: Layer, tensors: list[Tensor]) -> None:
-        difference = layer.recorder.difference
+        difference = layer.recorder.sample().difference
         _copy_or_zero(difference, tensors)
         if difference is not None and not self._averaged:
             # Each rank may have clipped its own gradient.
-            [ratio] = unscaled([layer.recorder.gradient_ratio()], self._loss_scale)
+            ratios = gradient_ratios([layer.recorder.gradients])
+            [ratio] = unscaled([ratios[0]], self._loss_scale)
             torch._foreach_mul_(tensors, ratio.to(tensors[0]))
 
     # ---- one step
@@ -271,7 +272,7 @@ def _copy_or_zero(sources: Sequence[Tensor | None] | None, targets: Sequence[Ten
 
 
 def _pack_moments(layer: Layer, tensors: list[Tensor]) -> None:
-    statistics = layer.recorder.statistics
+    statistics = layer.recorder.sample().statistics
     if statistics.passes == 0:  # this rank did not use the layer
         _copy_or_zero(None, tensors)
         return

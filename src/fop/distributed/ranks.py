@@ -141,7 +141,7 @@ class Batch:
 
     def rescaling(self, layers: Sequence[Layer]) -> Tensor | None:
         """What their differences are still to be multiplied with, [L]."""
-        ratios = gradient_ratios([layer.recorder for layer in layers])
+        ratios = gradient_ratios([layer.recorder.gradients for layer in layers])
         return unscaled([ratios], self._own.loss_scale)[0]
 
     def moments(self, layer: Layer, counts: Counts) -> Statistics:

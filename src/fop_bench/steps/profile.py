@@ -27,7 +27,7 @@ from fop_bench.steps.workloads import WORKLOADS
 FORWARD, BACKWARD, REST = "forward", "backward, with half gradients", "parameter update and checks"
 # Function of the library -> phase. A test holds these names to the library.
 PHASES = {
-    "fop.capture.passes:PassRecorder.record_moments": "moments of inputs and output gradients",
+    "fop.capture:Recorder.record_moments": "moments of inputs and output gradients",
     "fop.step:refresh": "moving averages",
     "fop.curvature.kronecker:FactoredKronecker.refresh": "decompositions",
     "fop.directions:Directions.compute": "preconditioning and projection",
