@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from fop.layers import (
     ROLES,
     LayerAdapter,
-    ProjectionLayer,
+    ProjectionAdapter,
     Role,
     adapter_for,
     attention_parameters,
@@ -185,7 +185,7 @@ class _Search:
             alike = all(attention_parameters(user, role)[1] is bias for user in users)
             if bias is None or not alike or len(self._owners[bias]) != len(users):
                 bias = None  # a bias that others share differently uses the fallback
-            uses = tuple(Use(user, ProjectionLayer(user, role)) for user in users)
+            uses = tuple(Use(user, ProjectionAdapter(user, role)) for user in users)
             yield FoundLayer(place, weight, bias, uses, place if role == "out_proj" else name)
 
     def _unsupported(

@@ -34,7 +34,7 @@ from fop.discovery import (
 )
 from fop.distributed import GroupReference, describe, join_group
 from fop.groups import build_groups
-from fop.layers import ProjectionLayer
+from fop.layers import ProjectionAdapter
 from fop.scaling import LossScale
 from fop.settings import (
     GROUP_OPTIONS,
@@ -102,7 +102,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
         self._engine_reset = torch.compiler.disable(self._engine.reset)
         handles: list[RemovableHandle | RemovableHandles] = []
-        attentions: dict[nn.Module, dict[Recorder, ProjectionLayer]] = {}
+        attentions: dict[nn.Module, dict[Recorder, ProjectionAdapter]] = {}
         watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
         for found in layers:
             recorder = Recorder(found.uses[0].adapter, *found.slices(), self._engine.plan)
@@ -110,7 +110,7 @@ class SecondOrderOptimizer(Optimizer):
             if watching:
                 handles.append(hook_gradient(recorder))
             for use in found.uses if watching else ():
-                if isinstance(use.adapter, ProjectionLayer):
+                if isinstance(use.adapter, ProjectionAdapter):
                     attentions.setdefault(use.module, {})[recorder] = use.adapter
                 else:
                     how = (use.adapter, use.curvature, use.sequence_first)

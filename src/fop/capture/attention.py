@@ -33,13 +33,13 @@ from fop.capture.recorder import Recorder
 from fop.layers import (
     IN_ROLES,
     ROLES,
-    ProjectionLayer,
+    ProjectionAdapter,
     Role,
     attention_parameters,
     has_own_forward,
 )
 
-Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]]
+Projections = Mapping[Role, tuple[ProjectionAdapter, weakref.ref[Recorder]]]
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -188,7 +188,7 @@ class AttentionHook(RecordingHook):
     """The forward pre-hook on nn.MultiheadAttention."""
 
     def __init__(
-        self, name: str = "", recorders: Mapping[Recorder, ProjectionLayer] | None = None
+        self, name: str = "", recorders: Mapping[Recorder, ProjectionAdapter] | None = None
     ) -> None:
         self._name = name
         self._projections: Projections = {
@@ -246,7 +246,7 @@ def _mark_query(
     query = inputs["query"]
     if type(query) not in (Tensor, nn.Parameter) or query.is_nested:
         return None
-    recorded: dict[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]] = {}
+    recorded: dict[Role, tuple[ProjectionAdapter, weakref.ref[Recorder]]] = {}
     for role, (adapter, reference) in projections.items():
         recorder, weight = reference(), attention_parameters(module, role)[0]
         if recorder is not None and recorder.wants_call(weight, inputs.get(role, query)):
@@ -273,7 +273,7 @@ def _mark_query(
 
 
 def hook_attention(
-    module: nn.Module, name: str, recorders: Mapping[Recorder, ProjectionLayer]
+    module: nn.Module, name: str, recorders: Mapping[Recorder, ProjectionAdapter]
 ) -> RemovableHandle:
     """Start to record the calls of nn.MultiheadAttention; the handle stops it."""
     return module.register_forward_pre_hook(AttentionHook(name, recorders), with_kwargs=True)

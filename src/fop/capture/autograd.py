@@ -21,7 +21,7 @@ from fop.capture.passes import Call, record
 from fop.capture.plan import CapturePlan, RecordingHook
 from fop.capture.recorder import Recorder
 from fop.capture.verify import VerifiedAdapter
-from fop.layers import LayerAdapter, NormLayer, folded
+from fop.layers import LayerAdapter, NormAdapter, folded
 from fop.linalg import on_host
 
 
@@ -73,7 +73,7 @@ class AutogradCall(torch.autograd.Function):
         ctx: Any,
         output: Tensor,
         x: Tensor,
-        adapter: NormLayer,
+        adapter: NormAdapter,
         statistics: Any,
         recorder: weakref.ref[Recorder],
     ) -> Tensor:
@@ -115,7 +115,7 @@ def record_call(
         x, output = x.transpose(0, 1), output.transpose(0, 1)
     recorded: Tensor
     reference = weakref.ref(recorder)
-    if isinstance(adapter, NormLayer):
+    if isinstance(adapter, NormAdapter):
         assert module is not None
         recorded = AutogradCall.apply(  # type: ignore[no-untyped-call]
             output, x.detach(), adapter, adapter.statistics(module), reference

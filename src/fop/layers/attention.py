@@ -12,14 +12,14 @@ from typing import Literal
 
 from torch import nn
 
-from fop.layers.linear import LinearLayer
+from fop.layers.linear import LinearAdapter
 
 Role = Literal["query", "key", "value", "out_proj"]
 IN_ROLES: tuple[Role, ...] = ("query", "key", "value")
 ROLES: tuple[Role, ...] = (*IN_ROLES, "out_proj")
 
 
-class ProjectionLayer(LinearLayer):
+class ProjectionAdapter(LinearAdapter):
     """One projection. Dimension 0 of what it is given counts examples, whatever batch_first is."""
 
     def __init__(self, module: nn.Module, role: Role) -> None:

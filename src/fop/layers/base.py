@@ -65,7 +65,7 @@ class LayerAdapter(ABC):
 
     groups: int = 1
     one_hot: bool = False  # inputs are indices that stand for one-hot rows
-    autograd_backward: bool = False  # of a `NormLayer`: its backward stays autograd's
+    autograd_backward: bool = False  # of a `NormAdapter`: its backward stays autograd's
     homogeneous_bias: bool = True  # the bias is the matrix's last column, for a constant input 1
     # Of the parameters with its weight and its bias, the rows that are the layer's own.
     weight_rows: slice = slice(None)

@@ -100,7 +100,7 @@ class _AnyConvolution(LayerAdapter):
         patches.moment(x, out)
 
 
-class ConvLayer(_AnyConvolution):
+class ConvAdapter(_AnyConvolution):
     transposed = False
 
     def __init__(self, module: nn.Module) -> None:
@@ -138,7 +138,7 @@ class ConvLayer(_AnyConvolution):
         return Patches(*geometry), x
 
 
-class ConvTransposeLayer(_AnyConvolution):
+class ConvTransposeAdapter(_AnyConvolution):
     transposed = True
 
     def __init__(self, module: nn.Module) -> None:

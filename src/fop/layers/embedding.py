@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fop.layers.base import LayerAdapter
 
 
-class EmbeddingLayer(LayerAdapter):
+class EmbeddingAdapter(LayerAdapter):
     one_hot = True
 
     def __init__(self, module: nn.Module) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fop.layers.base import Gram, LayerAdapter
-from fop.layers.norm import NormLayer
+from fop.layers.norm import NormAdapter
 
 
-class FoldedLayer(LayerAdapter):
+class FoldedAdapter(LayerAdapter):
     """Sees the gradient and the input as [n, r, ...], and the layer within sees them flat."""
 
     def __init__(self, layer: LayerAdapter, rows: int) -> None:
@@ -66,10 +66,10 @@ class FoldedLayer(LayerAdapter):
         return folded
 
 
-class FoldedNorm(NormLayer):
+class FoldedNorm(NormAdapter):
     """Its layer's gradients of single rows, added up per example."""
 
-    def __init__(self, layer: NormLayer, rows: int) -> None:
+    def __init__(self, layer: NormAdapter, rows: int) -> None:
         self._layer, self._rows = layer, rows
         self.groups, self.shape = layer.groups, layer.shape
 
@@ -95,4 +95,4 @@ def folded(layer: LayerAdapter, rows: int) -> LayerAdapter:
     """The layer where so many rows of dimension 0 belong to each example."""
     if rows == 1:
         return layer
-    return FoldedNorm(layer, rows) if isinstance(layer, NormLayer) else FoldedLayer(layer, rows)
+    return FoldedNorm(layer, rows) if isinstance(layer, NormAdapter) else FoldedAdapter(layer, rows)

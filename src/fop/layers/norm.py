@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fop.layers.base import LayerAdapter
 
 
-class NormLayer(LayerAdapter):
+class NormAdapter(LayerAdapter):
     autograd_backward = True
     homogeneous_bias = False
 
@@ -101,7 +101,7 @@ class NormLayer(LayerAdapter):
         return parts if bias is None else [*parts, matrix[:, 1, 0].reshape(bias.shape)]
 
 
-class LayerNormLayer(NormLayer):
+class LayerNormAdapter(NormAdapter):
     """nn.LayerNorm and nn.RMSNorm: every element of the normalised shape is a unit."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,7 +128,7 @@ class LayerNormLayer(NormLayer):
         return F.rms_norm(x, self._shape, eps=self.eps)
 
 
-class _ChannelNormLayer(NormLayer):
+class _ChannelNormAdapter(NormAdapter):
     """Inputs [n, units, ...]."""
 
     def unit_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class _ChannelNormLayer(NormLayer):
         return x.reshape(x.shape[0], self.groups, -1).transpose(1, 2)
 
 
-class GroupNormLayer(_ChannelNormLayer):
+class GroupNormAdapter(_ChannelNormAdapter):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         assert isinstance(module, nn.GroupNorm)
@@ -149,7 +149,7 @@ class GroupNormLayer(_ChannelNormLayer):
         return F.group_norm(x, self._num_groups, eps=self.eps)
 
 
-class BatchNormLayer(_ChannelNormLayer):
+class BatchNormAdapter(_ChannelNormAdapter):
     """With batch statistics, an example's gradient is what goes through its own output."""
 
     def statistics(self, module: nn.Module) -> Any:

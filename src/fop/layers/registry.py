@@ -7,26 +7,26 @@ import inspect
 from torch import nn
 
 from fop.layers.base import LayerAdapter
-from fop.layers.conv import ConvLayer, ConvTransposeLayer
-from fop.layers.embedding import EmbeddingLayer
-from fop.layers.linear import LinearLayer
-from fop.layers.norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, NormLayer
+from fop.layers.conv import ConvAdapter, ConvTransposeAdapter
+from fop.layers.embedding import EmbeddingAdapter
+from fop.layers.linear import LinearAdapter
+from fop.layers.norm import BatchNormAdapter, GroupNormAdapter, LayerNormAdapter, NormAdapter
 
 ADAPTERS: dict[type[nn.Module], type[LayerAdapter]] = {
-    nn.Linear: LinearLayer,
-    nn.Conv1d: ConvLayer,
-    nn.Conv2d: ConvLayer,
-    nn.Conv3d: ConvLayer,
-    nn.ConvTranspose1d: ConvTransposeLayer,
-    nn.ConvTranspose2d: ConvTransposeLayer,
-    nn.ConvTranspose3d: ConvTransposeLayer,
-    nn.Embedding: EmbeddingLayer,
-    nn.LayerNorm: LayerNormLayer,
-    nn.RMSNorm: LayerNormLayer,
-    nn.GroupNorm: GroupNormLayer,
-    nn.BatchNorm1d: BatchNormLayer,
-    nn.BatchNorm2d: BatchNormLayer,
-    nn.BatchNorm3d: BatchNormLayer,
+    nn.Linear: LinearAdapter,
+    nn.Conv1d: ConvAdapter,
+    nn.Conv2d: ConvAdapter,
+    nn.Conv3d: ConvAdapter,
+    nn.ConvTranspose1d: ConvTransposeAdapter,
+    nn.ConvTranspose2d: ConvTransposeAdapter,
+    nn.ConvTranspose3d: ConvTransposeAdapter,
+    nn.Embedding: EmbeddingAdapter,
+    nn.LayerNorm: LayerNormAdapter,
+    nn.RMSNorm: LayerNormAdapter,
+    nn.GroupNorm: GroupNormAdapter,
+    nn.BatchNorm1d: BatchNormAdapter,
+    nn.BatchNorm2d: BatchNormAdapter,
+    nn.BatchNorm3d: BatchNormAdapter,
 }
 
 
@@ -69,10 +69,10 @@ def register_layer(
     if inspect.isabstract(adapter_type):
         missing = ", ".join(sorted(adapter_type.__abstractmethods__))
         raise TypeError(f"{adapter_type.__name__} lacks what every adapter needs: {missing}")
-    if adapter_type.autograd_backward and not issubclass(adapter_type, NormLayer):
+    if adapter_type.autograd_backward and not issubclass(adapter_type, NormAdapter):
         raise TypeError(
             f"{adapter_type.__name__} has autograd_backward=True, which is for adapters of "
-            "normalisation layers: subclass fop.layers.NormLayer, or leave it out"
+            "normalisation layers: subclass fop.layers.NormAdapter, or leave it out"
         )
     if issubclass(module_type, nn.MultiheadAttention):
         raise ValueError(
@@ -103,7 +103,7 @@ def adapter_for(module: nn.Module, *, norms: bool = False) -> LayerAdapter | Non
         return None
     adapter_type = ADAPTERS[known]
     # Norms are served if asked for, and may be without parameters.
-    if issubclass(adapter_type, NormLayer) and (
+    if issubclass(adapter_type, NormAdapter) and (
         not norms or module._parameters.get("weight") is None
     ):
         return None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fop.api import FOP, KFAC
-from fop.layers import LayerAdapter, NormLayer, adapter_for
+from fop.layers import LayerAdapter, NormAdapter, adapter_for
 from fop.testing.dense import DAMPING, DenseLayer, direction, parameters_of, second_moment
 
 __all__ = ["check_layer"]
@@ -123,7 +123,7 @@ def _check_gradients(
     gradients = torch.autograd.grad(y, list(tensors.values()), v.double())
     with torch.no_grad():
         known: dict[str, Any] = {}
-        if isinstance(adapter, NormLayer):
+        if isinstance(adapter, NormAdapter):
             known = {"statistics": adapter.statistics(module)}
         inputs, outputs = adapter.batched(adapter.cast(x, dtype), y)
         biases = None if bias is None else bias.to(dtype)
@@ -145,7 +145,7 @@ def _own_gradients(
     found = {"weight": adapter.weight_gradient(outputs, inputs, weight)}
     if bias is not None:
         found["bias"] = adapter.bias_gradient(outputs)
-    if x.requires_grad and not isinstance(adapter, NormLayer):
+    if x.requires_grad and not isinstance(adapter, NormAdapter):
         with torch.enable_grad():
             prepared = adapter.prepare(x)
         of_input = adapter.input_gradient(outputs, inputs, weight).reshape(prepared.shape)
@@ -159,7 +159,7 @@ def _prepared(
     adapter: LayerAdapter, module: nn.Module, x: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The input and the output gradient as the adapter takes them."""
-    if isinstance(adapter, NormLayer):
+    if isinstance(adapter, NormAdapter):
         has_bias = parameters_of(module)[1] is not None
         examples = adapter.example_gradients(x, v, adapter.statistics(module), has_bias)
         return examples, examples
@@ -233,7 +233,7 @@ def _check_rows(
             indices = plain.unsqueeze(1)  # -1 for a row of zeros
             one_hot = F.one_hot(indices.clamp(min=0), dense.inputs.shape[-1])
             inputs = (one_hot * (indices >= 0).unsqueeze(-1)).double()
-        elif not isinstance(adapter, NormLayer):
+        elif not isinstance(adapter, NormAdapter):
             _check_input_rows(expect, adapter, x, v, plain)
         if bias is not None and adapter.homogeneous_bias:
             inputs = F.pad(inputs, (0, 1), value=1.0)
