@@ -1,6 +1,6 @@
 """The layers that the optimizer preconditions, each through an adapter to one canonical form.
 
-nn.MultiheadAttention is four layers in one module, and is captured on its own (`fop/attention.py`).
+nn.MultiheadAttention is four layers in one module; `fop/capture/attention.py` records it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class LayerAdapter(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
-        """What the module computes, with examples in dimension 0: what verify.py compares.
+        """What the module computes, with examples in dimension 0: what capture/verify.py compares.
 
         The output is given for its sizes only.
         """
@@ -163,8 +163,6 @@ class LayerAdapter(ABC):
 
     def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""
-        if type(self).to_matrix is LayerAdapter.to_matrix:  # faster, and asked for often
-            return weight.shape[0] // self.groups, weight.shape[1:].numel() + has_bias
         _, rows, columns = self.to_matrix(weight, None).shape
         return rows, columns + has_bias
 

@@ -96,17 +96,15 @@ def adapter_for(module: nn.Module, *, norms: bool = False) -> LayerAdapter | Non
     """The adapter of a module, or None where its type has none.
 
     A subclass counts only if it inherits its base's forward. What else may change what a module
-    computes is found by its calls (`fop/verify.py`).
+    computes is found by its calls (`fop/capture/verify.py`).
     """
     known = supported_type(type(module))
     if known is None or type(module).forward is not known.forward:
         return None
     adapter_type = ADAPTERS[known]
-    # Norms are served if asked for, and may be without parameters.
-    if issubclass(adapter_type, NormAdapter) and (
-        not norms or module._parameters.get("weight") is None
-    ):
-        return None
+    if issubclass(adapter_type, NormAdapter):  # on request, and some have no parameters
+        norms = norms and module._parameters.get("weight") is not None
+        return adapter_type(module) if norms else None
     return adapter_type(module)
 
 
