@@ -25,7 +25,7 @@ from fop.capture import (
     take_over,
 )
 from fop.checkpoints import STATE_FORMAT, add_consolidated, consolidate, read_state
-from fop.discovery import FoundLayer, check_model, describe_modules, find_layers, unwrapped
+from fop.discovery import FoundLayer, check_model, describe_modules, find_layers
 from fop.distributed import GroupReference, describe, join_group
 from fop.groups import build_groups
 from fop.layers import ProjectionAdapter
@@ -55,7 +55,7 @@ class SecondOrderOptimizer(Optimizer):
     grad_scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self._model = check_model(model)
+        self._model, wrapper = check_model(model)
         # Groups hold what was asked of them, and a process group can't be pickled.
         self._settings = replace(settings, param_groups=None, process_group=None)
         layers = self._find_layers()
@@ -68,7 +68,6 @@ class SecondOrderOptimizer(Optimizer):
             "state_format": STATE_FORMAT,
         }
         super().__init__(groups, {**settings.of_groups, **progress})
-        _, wrapper = unwrapped(model)
         self._attach(layers, wrapper, settings.process_group)
 
     def _find_layers(self) -> list[FoundLayer]:

@@ -27,10 +27,6 @@ class Gram(Protocol):
         """Add rows [n, groups, s, i] to the sum."""
         ...
 
-    def add_columns(self, vectors: Tensor) -> None:
-        """Add rows that lie as columns [groups, i, k]."""
-        ...
-
     def write_rows(self, values: Tensor, start: int, step: int) -> None:
         """Set the sum's own rows start, start + step, ... to values [groups, count, i]."""
         ...

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from fop.layers.base import LayerAdapter
 
+Maybe = Tensor | None
+
 
 class NormAdapter(LayerAdapter):
     autograd_backward = True
@@ -39,22 +41,15 @@ class NormAdapter(LayerAdapter):
         """[n, positions, units]"""
 
     @abstractmethod
-    def normalise(
-        self, x: Tensor, statistics: Any, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
-        """z, or weight * z + bias, shaped like the input."""
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
+        """weight * z + bias, or z without them, shaped like the input."""
 
     def statistics(self, module: nn.Module) -> Any:
         """What the normalisation rests on besides the input, as of the forward pass."""
         return None
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        output: Tensor,
-        statistics: Any = None,
+        self, x: Tensor, weight: Tensor, bias: Maybe, output: Tensor, statistics: Any = None
     ) -> Tensor:
         return self.normalise(x, statistics, weight, bias)
 
@@ -62,7 +57,7 @@ class NormAdapter(LayerAdapter):
         """[n, units, 2], or [n, units, 1] without a bias."""
         dtype = torch.promote_types(grad.dtype, torch.float32)
         g = self.units_last(grad).to(dtype)
-        z = self.units_last(self.normalise(x.to(dtype), statistics))
+        z = self.units_last(self.normalise(x.to(dtype), statistics, None, None))
         parts = [(g * z).sum(1), g.sum(1)] if has_bias else [(g * z).sum(1)]
         of_rows = torch.stack(parts, dim=-1)
         if self.rows_per_example == 1:
@@ -115,9 +110,7 @@ class LayerNormAdapter(NormAdapter):
     def units_last(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0] if self.free_dimensions(x) else 1, -1, self.groups)
 
-    def normalise(
-        self, x: Tensor, statistics: Any, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
         if self._centred:
             return F.layer_norm(x, self.shape, weight, bias, self.eps)
         return F.rms_norm(x, list(self.shape), weight, self.eps)
@@ -135,9 +128,7 @@ class GroupNormAdapter(_ChannelNormAdapter):
         super().__init__(module)
         self._num_groups: Any = module.num_groups
 
-    def normalise(
-        self, x: Tensor, statistics: Any, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
         return F.group_norm(x, self._num_groups, weight, bias, self.eps)
 
 
@@ -149,9 +140,7 @@ class BatchNormAdapter(_ChannelNormAdapter):
             return None
         return module.running_mean.clone(), module.running_var.clone()
 
-    def normalise(
-        self, x: Tensor, statistics: Any, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
         batch = statistics is None
         mean, variance = (None, None) if batch else (value.to(x.dtype) for value in statistics)
         return F.batch_norm(x, mean, variance, weight, bias, training=batch, eps=self.eps)

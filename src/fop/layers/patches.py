@@ -53,10 +53,15 @@ class Patches:
         return math.prod(self.kernel)
 
     def rows(self, x: Tensor) -> Tensor:
-        """[n, groups, positions, features]"""
-        features = x.shape[1] // self.groups * self.taps
-        positions_first = self._windows(x).movedim(1, 1 + len(self.kernel))
-        return positions_first.reshape(len(x), -1, self.groups, features).transpose(1, 2)
+        """[n, groups, positions, features], laid out in the order groups, features, n, positions.
+
+        This way they are copied in runs of positions, and are columns as products take them.
+        """
+        axes, features = len(self.kernel), x.shape[1] // self.groups * self.taps
+        windows = self._windows(x).unflatten(1, (self.groups, x.shape[1] // self.groups))
+        columns: Tensor = windows.movedim((1, 2, *range(-axes, 0)), tuple(range(2 + axes)))
+        shape = (self.groups, features, len(x), math.prod(self.sizes))
+        return columns.reshape(shape).permute(2, 0, 3, 1)
 
     def totals(self, x: Tensor) -> Tensor:
         """Sums over positions, [n, groups, features]."""
@@ -70,8 +75,7 @@ class Patches:
         if self._lags_pay(x):
             self._moment_by_lags(x, out)
         else:
-            for vectors in self._columns(x):
-                out.add_columns(vectors)
+            self._moment_by_rows(x, out)
 
     # ---- written out
 
@@ -101,15 +105,10 @@ class Patches:
         positions = range(3, x.dim(), 2)  # of [n, channels, tap, position, tap, position, ...]
         return x.permute(0, 1, *positions, *(at - 1 for at in positions))
 
-    def _columns(self, x: Tensor) -> Iterator[Tensor]:
-        """[groups, features, patches], a part of the examples at a time."""
-        axes, channels = len(self.kernel), x.shape[1] // self.groups
+    def _moment_by_rows(self, x: Tensor, out: Gram) -> None:
         count = max(1, CHUNK // (x.shape[1] * self.taps * math.prod(self.sizes)))
         for part in x.split(count):
-            windows = self._windows(part).unflatten(1, (self.groups, channels))
-            features = (1, 2, *range(-axes, 0))  # group, channel and taps
-            features_first = windows.movedim(features, tuple(range(2 + axes)))
-            yield features_first.reshape(self.groups, channels * self.taps, -1)
+            out.add_rows(self.rows(part))
 
     # ---- by lags
 
@@ -124,8 +123,8 @@ class Patches:
         shifted = math.prod(x.shape[2:-1]) * (x.shape[-1] + self._reach(-1))
         by_lags = lags * channels * max(channels, NARROW) * examples * shifted
         written = examples * math.prod(self.sizes)
-        by_columns = (0.6 * max(features, NARROW) + COPY) * features * written
-        return by_lags + 2 * COPY * features**2 < by_columns
+        by_rows = (0.6 * max(features, NARROW) + COPY) * features * written
+        return by_lags + 2 * COPY * features**2 < by_rows
 
     def _moment_by_lags(self, x: Tensor, out: Gram) -> None:
         if len(self.kernel) == 1:  # an image of height one

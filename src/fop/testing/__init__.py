@@ -236,9 +236,6 @@ class _Sum:
     def add_rows(self, rows: Tensor) -> None:
         self.total += second_moment(rows)
 
-    def add_columns(self, vectors: Tensor) -> None:
-        self.total += vectors @ vectors.mT
-
     def write_rows(self, values: Tensor, start: int, step: int) -> None:
         self.total[:, start::step] = values
 
