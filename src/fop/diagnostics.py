@@ -1,7 +1,7 @@
 """Why a step was what it was: coefficients, KL terms with the paper's bounds, spectra, noise scale.
 
-The coefficients of the last step are at hand at no cost. Everything else is worked out here, on
-demand and in float64, from the gradients and the captured difference; both are gone after
+The coefficients of the last step are kept at no cost. Everything else is worked out here, on
+demand and in float64, from the gradients and the recorded difference; both are gone after
 `zero_grad()`, so ask between `step()` and `zero_grad()`, or those entries are NaN.
 """
 
@@ -44,7 +44,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         gradient_norm, difference_norm           Euclidean norms of a and d
         orthogonal_norm, update_norm             of p, and of u before the KL clip
         noise_scale                              gradient noise scale in examples, from the two
-                                                 halves
+                                                 half-batches
         kl_base, kl_cross, kl_orthogonal         terms of |F^1/2 u|^2 = eta^2 (a'Qa + 2 beta a'Qp +
                                                  beta^2 p'Qp), before the KL clip
         kl_cross_bound, kl_orthogonal_bound      the paper's bounds of the last two; proven for
@@ -54,8 +54,9 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         condition                                of M
 
     The last three lines and `orthogonal_norm`, `update_norm` need an eigendecomposition of the
-    layer's factors: narrow `layers` for large models. What can't be had (no curvature, no halves,
-    gradients zeroed) is NaN. With several ranks, each reports the layers whose curvature it keeps.
+    layer's factors: narrow `layers` for large models. What is not known (no curvature, no
+    half-batches, gradients zeroed) is NaN. With several ranks, each reports the layers whose
+    curvature it keeps.
     """
     engine = _engine_of(optimizer)
     report = {}
@@ -85,10 +86,10 @@ def noise_scale(optimizer: SecondOrderOptimizer) -> float:
 
     Batches far below it are noisy, far above it wasteful (McCandlish et al. 2018). Ask between
     backward and `zero_grad()`; with several ranks, on all of them and after `step()`. NaN if there
-    are no two halves. One step's estimate is noisy itself: average over several.
+    are no two half-batches. One step's estimate is noisy itself: average over several.
     """
     engine = _engine_of(optimizer)
-    sums = [0.0] * 5  # squares of averages and differences; examples in both halves; layers
+    sums = [0.0] * 5  # squares of averages and differences; examples of both half-batches; layers
     for layer in engine.layers:
         found = _Gradients.of(layer, engine)
         if found is not None and found.difference is not None:

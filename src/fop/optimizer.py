@@ -196,7 +196,7 @@ class SecondOrderOptimizer(Optimizer):
         if hasattr(self, "_engine"):
             raise RuntimeError(
                 f"{type(self).__name__} can't take parameters after it was built, because it "
-                "preconditions layers, not single parameters: build it again with the whole model, "
+                "preconditions layers, not single parameters: build it again with the full model, "
                 "and with param_groups for different options"
             )
         super().add_param_group(param_group)

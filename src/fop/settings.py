@@ -19,7 +19,7 @@ from fop.curvature.base import Curvature
 from fop.projection import Coefficient
 from fop.rules import DampingRule, FixedDamping, KLClip, StepRule
 from fop.scaling import Number
-from fop.validate import Check, number, one_of, unless, whole
+from fop.validate import Check, integer, number, one_of, unless
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Interval = int | Callable[[int], int]
 Skip = str | type[nn.Module] | nn.Module
 
-# Curvature of the very first batch is a poor guide for a whole interval, so it is refreshed on
+# Curvature of the very first batch is a poor guide for an interval, so it is refreshed on
 # these steps too.
 EARLY_REFRESH_STEPS = frozenset({1, 2, 4})
 
@@ -106,12 +106,12 @@ def _schedule(name: str, value: object) -> None:
         checks = {"steps": _schedule, "stagger": validate.flag}
         validate.keys(name, value, checks, "a schedule")
     elif not callable(value):
-        whole(" of steps or a function of the step")(name, value)
+        integer(" of steps or a function of the step")(name, value)
 
 
 def _strategy(name: str, value: object) -> None:
     named = isinstance(value, str)
-    check = one_of("owner", "all") if named else whole(' of ranks, or "owner" or "all"')
+    check = one_of("owner", "all") if named else integer(' of ranks, or "owner" or "all"')
     check(name, value)
 
 
@@ -151,7 +151,7 @@ class Settings:
     update_every: Interval | Schedule = _option(10, _schedule)
     fisher: Literal["empirical", "mc", "exact"] | Fisher = _option("empirical", _named(FISHERS))
     sharing: Literal["expand", "reduce"] = _choice("expand", "reduce")
-    max_factor_size: int = _option(8192, whole(" of rows"))
+    max_factor_size: int = _option(8192, integer(" of rows"))
     beta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     eta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     total: Literal["mean", "sum"] = _choice("mean", "sum", projects=True)
@@ -252,7 +252,7 @@ class Settings:
         steps = self.schedule["steps"]
         if callable(steps):
             steps = steps(step)
-            whole(" of steps")(f"update_every({step})", steps)
+            integer(" of steps")(f"update_every({step})", steps)
         return steps
 
     def refresh_due(self, step: int, phase: int = 0) -> bool:
@@ -279,8 +279,8 @@ GROUP_CHECKS: Mapping[str, Check] = {
     "betas": validate.betas,
     "eps": number(low=0.0),
     "rule": one_of("curvature", "sgd", "adamw"),
-    "steps": whole("", low=0),
-    "skipped_steps": whole("", low=0),
+    "steps": integer("", low=0),
+    "skipped_steps": integer("", low=0),
     "refresh_overdue": validate.flag,
 }
 

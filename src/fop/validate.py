@@ -49,7 +49,7 @@ def number(
     return check
 
 
-def whole(unit: str, *, low: int = 1) -> Check:
+def integer(unit: str, *, low: int = 1) -> Check:
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number{unit}, got {value!r}")
