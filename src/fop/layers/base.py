@@ -87,7 +87,7 @@ class LayerAdapter(ABC):
 
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output gradient with examples in dimension 0, also for an unbatched call."""
-        return (x, grad) if x.dim() > 1 else (x.unsqueeze(0), grad.unsqueeze(0))
+        return (x, grad) if self.free_dimensions(x) else (x.unsqueeze(0), grad.unsqueeze(0))
 
     def free_dimensions(self, x: Tensor) -> int:
         """How many leading dimensions are treated alike; 0 if the call is unbatched.

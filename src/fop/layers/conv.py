@@ -45,8 +45,8 @@ class _AnyConvolution(LayerAdapter):
         """How far apart the first and the last input under the kernel are."""
         return tuple(d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True))
 
-    @abstractmethod
-    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes: ...
+    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
+        return (0,) * self.dimensions
 
     def _geometry(self, x: Tensor, output: Tensor) -> tuple[Any, ...]:
         """As torch's convolutions take it."""
@@ -55,9 +55,6 @@ class _AnyConvolution(LayerAdapter):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
         return torch.convolution(self.prepare(x), weight, bias, *self._geometry(x, output))
-
-    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, grad) if self.free_dimensions(x) else (x.unsqueeze(0), grad.unsqueeze(0))
 
     def free_dimensions(self, x: Tensor) -> int:
         return x.dim() - self.dimensions - 1
@@ -74,9 +71,6 @@ class _AnyConvolution(LayerAdapter):
             grad, x, weight, None, *self._geometry(x, grad), wanted
         )
         return gradients[which]
-
-    def bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad.sum((0, *range(2, grad.dim())))
 
     def output_rows(self, grad: Tensor) -> Tensor:
         n, outputs = grad.shape[:2]
@@ -124,9 +118,6 @@ class ConvAdapter(_AnyConvolution):
         if module.padding == "valid":
             return [0] * (2 * self.dimensions)
         return [amount for amount in reversed(self._sizes(module.padding)) for _ in range(2)]
-
-    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
-        return (0,) * self.dimensions
 
     def prepare(self, x: Tensor) -> Tensor:
         return x if self._pad_first is None else F.pad(x, self._pad_first, mode=self._mode)

@@ -36,9 +36,6 @@ class EmbeddingAdapter(LayerAdapter):
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x  # indices
 
-    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, grad) if x.dim() > 0 else (x.unsqueeze(0), grad.unsqueeze(0))
-
     def free_dimensions(self, x: Tensor) -> int:
         return x.dim()
 

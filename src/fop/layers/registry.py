@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -30,7 +31,7 @@ ADAPTERS: dict[type[nn.Module], type[LayerAdapter]] = {
 }
 
 
-class Registration:
+class Registration(AbstractContextManager["Registration"]):
     """Ends with `remove()`, or with the `with` statement that it is used in."""
 
     def __init__(self, module_type: type[nn.Module], adapter_type: type[LayerAdapter]) -> None:
@@ -44,9 +45,6 @@ class Registration:
             del ADAPTERS[self._module_type]
             if self._before is not None:
                 ADAPTERS[self._module_type] = self._before
-
-    def __enter__(self) -> Registration:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()
