@@ -3,8 +3,8 @@
 A layer with weight sharing, groups and a bias is brought to one canonical form, so that all later
 mathematics is uniform:
 
-    input rows    x  [n, groups, s, i]     n examples, s shared positions, i inputs a group
-    output rows   g  [n, groups, s, o]     o outputs a group
+    input rows    x  [n, groups, s, i]     n examples, s shared positions, i inputs per group
+    output rows   g  [n, groups, s, o]     o outputs per group
     matrix        W~ [groups, o, i (+1)]   the bias in the last column
 
 Gradients of the layer are computed here too, so that one backward pass can yield them for each of

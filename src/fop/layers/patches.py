@@ -57,17 +57,20 @@ class Patches:
 
         This way they are copied in runs of positions, and are columns as products take them.
         """
-        axes, features = len(self.kernel), x.shape[1] // self.groups * self.taps
-        windows = self._windows(x).unflatten(1, (self.groups, x.shape[1] // self.groups))
-        columns: Tensor = windows.movedim((1, 2, *range(-axes, 0)), tuple(range(2 + axes)))
-        shape = (self.groups, features, len(x), math.prod(self.sizes))
+        channels = x.shape[1] // self.groups
+        windows: Tensor = self._padded(x).unflatten(1, (self.groups, channels))
+        for axis in reversed(range(len(self.kernel))):
+            windows = self._unfolded(windows, 3 + axis, axis)
+        taps = range(3, windows.dim(), 2)  # of [n, groups, channels, tap, position, tap, ...]
+        columns = windows.permute(1, 2, *taps, 0, *(at + 1 for at in taps))
+        shape = (self.groups, channels * self.taps, len(x), math.prod(self.sizes))
         return columns.reshape(shape).permute(2, 0, 3, 1)
 
     def totals(self, x: Tensor) -> Tensor:
         """Sums over positions, [n, groups, features]."""
         x = self._padded(x)
         for axis in range(len(self.kernel)):
-            x = self._unfolded(x, axis).sum(3 + axis)
+            x = self._unfolded(x, 2 + axis, axis).sum(3 + axis)
         return x.reshape(len(x), self.groups, -1)
 
     def moment(self, x: Tensor, out: Gram) -> None:
@@ -89,21 +92,13 @@ class Patches:
     def _reach(self, axis: int) -> int:
         return self.dilation[axis] * (self.kernel[axis] - 1)
 
-    def _unfolded(self, x: Tensor, axis: int) -> Tensor:
-        """A view with (taps, positions) of one dimension in place of its length."""
-        at, size, stride = 2 + axis, list(x.shape), list(x.stride())
+    def _unfolded(self, x: Tensor, at: int, axis: int) -> Tensor:
+        """A view with (taps, positions) in place of dimension `at`, which is that of `axis`."""
+        size, stride = list(x.shape), list(x.stride())
         step = stride[at]
         size[at : at + 1] = (self.kernel[axis], self.sizes[axis])
         stride[at : at + 1] = (step * self.dilation[axis], step * self.stride[axis])
         return x.as_strided(size, stride)
-
-    def _windows(self, x: Tensor) -> Tensor:
-        """[n, channels, *sizes, *kernel], a view of the padded input."""
-        x = self._padded(x)
-        for axis in reversed(range(len(self.kernel))):
-            x = self._unfolded(x, axis)
-        positions = range(3, x.dim(), 2)  # of [n, channels, tap, position, tap, position, ...]
-        return x.permute(0, 1, *positions, *(at - 1 for at in positions))
 
     def _moment_by_rows(self, x: Tensor, out: Gram) -> None:
         count = max(1, CHUNK // (x.shape[1] * self.taps * math.prod(self.sizes)))
@@ -159,7 +154,7 @@ class _LagProducts:
         self._image[..., :width] = grouped
         self._image[..., width:] = 0
         self._flat = self._image.flatten(2)
-        self._row = self._image[0, 0, 0].numel()
+        self._row = len(x) * (width + self._gap)
 
     def by_taps(self) -> dict[tuple[int, int], Tensor]:
         """[groups, channels, channels] for each pair of taps, the first not after the second."""
