@@ -41,10 +41,12 @@ class Registration(AbstractContextManager["Registration"]):
 
     def remove(self) -> None:
         """Back to what was registered before; optimizers that are built keep their adapters."""
-        if ADAPTERS.get(self._module_type) is self._adapter_type:  # not replaced, nor removed
+        if ADAPTERS.get(self._module_type) is not self._adapter_type:
+            return  # replaced, or removed
+        if self._before is None:
             del ADAPTERS[self._module_type]
-            if self._before is not None:
-                ADAPTERS[self._module_type] = self._before
+        else:
+            ADAPTERS[self._module_type] = self._before
 
     def __exit__(self, *error: object) -> None:
         self.remove()
