@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fop.layers import ADAPTERS as REGISTERED
-from fop.layers import NormLayer
+from fop.layers import NormAdapter
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
@@ -29,18 +29,18 @@ class Row(NamedTuple):
 
 EXACT = "exactness::test_every_layer_takes_the_reference_step"
 ADAPTERS = {
-    "LinearLayer": Row("", "Kronecker factors; any number of shared dimensions", EXACT),
-    "ConvLayer": Row(
+    "LinearAdapter": Row("", "Kronecker factors; any number of shared dimensions", EXACT),
+    "ConvAdapter": Row(
         "",
         "Kronecker factors, exact for each group; any stride, dilation, padding and padding mode",
         f"{EXACT} layers::test_adapters_pass_the_battery",
     ),
-    "ConvTransposeLayer": Row(
+    "ConvTransposeAdapter": Row(
         "",
         "Kronecker factors, exact for each group, of the mirrored convolution",
         f"{EXACT} layers::test_adapters_pass_the_battery",
     ),
-    "EmbeddingLayer": Row(
+    "EmbeddingAdapter": Row(
         "",
         "Kronecker factors, the input factor diagonal (how often each index occurs); "
         "`max_norm`, `scale_grad_by_freq` and `sparse`: fallback",
@@ -463,7 +463,7 @@ def layers() -> list[Row]:
     """One row for every registered type; a new adapter needs its line in ADAPTERS."""
     rows = []
     for module, adapter in REGISTERED.items():
-        row = UNITWISE if issubclass(adapter, NormLayer) else ADAPTERS[adapter.__name__]
+        row = UNITWISE if issubclass(adapter, NormAdapter) else ADAPTERS[adapter.__name__]
         rows.append(row._replace(what=_name(module)))
     return rows + OTHER_LAYERS
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fop
-from fop.layers import ADAPTERS, NormLayer, adapter_for
+from fop.layers import ADAPTERS, NormAdapter, adapter_for
 from fop.testing import check_layer
 from tests.common import distance, snapshot
 
@@ -58,7 +58,7 @@ def test_adapters_pass_the_battery(
 
 
 def test_every_registered_type_has_a_case() -> None:
-    norms = {kind for kind, adapter in ADAPTERS.items() if issubclass(adapter, NormLayer)}
+    norms = {kind for kind, adapter in ADAPTERS.items() if issubclass(adapter, NormAdapter)}
     assert {case[0] for case in CASES} == set(ADAPTERS) - norms  # these: tests/test_norms.py
 
 

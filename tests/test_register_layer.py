@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fop
 import fop.testing
 from fop.layers import ADAPTERS
-from fop.layers.linear import LinearLayer
+from fop.layers.linear import LinearAdapter
 from tests.common import Batch, distance, points, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -168,14 +168,14 @@ def test_an_adapter_that_does_not_fit_is_disabled_in_training() -> None:
 
 
 def test_override_replaces_an_adapter_until_it_is_removed() -> None:
-    class Own(LinearLayer):
+    class Own(LinearAdapter):
         pass
 
-    with pytest.raises(ValueError, match=r"Linear has the adapter LinearLayer already.*override"):
+    with pytest.raises(ValueError, match=r"Linear has the adapter LinearAdapter already.*override"):
         fop.register_layer(nn.Linear, Own)
     with fop.register_layer(nn.Linear, Own, override=True):
         assert ADAPTERS[nn.Linear] is Own
-    assert ADAPTERS[nn.Linear] is LinearLayer
+    assert ADAPTERS[nn.Linear] is LinearAdapter
 
 
 class Nothing(fop.LayerAdapter):
@@ -192,7 +192,7 @@ class Observing(Conv1DAdapter):
         ((Conv1D(2, 2), Conv1DAdapter), TypeError, r"a class of torch.nn.Module, got Conv1D\(\)"),
         ((Conv1D, Conv1D), TypeError, "a class of fop.LayerAdapter, got .*Conv1D'"),
         ((Conv1D, Nothing), TypeError, "Nothing lacks what every adapter needs: forward"),
-        ((Conv1D, Observing), TypeError, "autograd_backward=True.*subclass fop.layers.NormLayer"),
+        ((Conv1D, Observing), TypeError, "autograd_backward=True.*subclass fop.layers.NormAdapter"),
         ((nn.MultiheadAttention, Conv1DAdapter), ValueError, "is four layers"),
     ],
 )

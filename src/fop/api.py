@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FOP(SecondOrderOptimizer):
-    """KFAC, and the Fisher-orthogonal part of how the two halves of the batch differ.
+    """KFAC, and the Fisher-orthogonal part of how the two half-batches differ.
 
     Replaces any torch.optim optimizer in an ordinary loop: `optimizer = fop.FOP(model, lr=0.1)`.
     Linear layers, convolutions, embeddings and the projections of nn.MultiheadAttention are
@@ -38,7 +38,7 @@ class FOP(SecondOrderOptimizer):
             update.
         damping: lambda, added to the curvature before it is inverted: a number, or a rule that
             gives each layer its own, as `fop.rules.RelativeDamping()`.
-        damping_mode: "factored" adds it to each Kronecker factor (Cholesky); "exact" to the whole
+        damping_mode: "factored" adds it to each Kronecker factor (Cholesky); "exact" to the full
             curvature (eigenvectors; tolerates less: use a 10 to 30 times larger value).
         factor_decay: Weight of the past in the moving averages of the curvature.
         update_every: Steps between refreshes of the curvature, or a function from the step (from 1)
@@ -54,12 +54,12 @@ class FOP(SecondOrderOptimizer):
             two dimensions or more; "model_output" in the dict is a function that picks another.
         sharing: How weights shared over positions count: "expand" (every position on its own) or
             "reduce" (summed per example).
-        max_factor_size: Widest Kronecker factor to be kept whole. A wider one (a vocabulary, say)
+        max_factor_size: Widest Kronecker factor to be kept in full. A wider one (a vocabulary, say)
             is kept as its diagonal, so that memory stays bounded.
         beta: Weight of the orthogonal part: "adaptive" or a number.
         eta: Step size of each layer: "adaptive" or a number.
         total: Whether eta aims at the mean ("mean") or the sum ("sum", twice the step) of the
-            halves' losses.
+            half-batches' losses.
         kl_clip: Largest KL divergence, roughly, that a step may cause; None for no limit. Or a
             rule for the length of steps, a `fop.rules.StepRule`.
         loss_reduction: Whether the loss is the "mean" or the "sum" over the examples of a step.
@@ -85,7 +85,7 @@ class FOP(SecondOrderOptimizer):
         param_groups: Dicts with "names" (patterns of parameter or layer names) or "params", and
             their own lr, momentum, weight_decay, nesterov, damping or fallback_lr. Parameters in
             none of them form a group of their own. Weight and bias of a layer may be in two groups:
-            each has its own options, but for what belongs to the layer as a whole, its damping and
+            each has its own options, but for what belongs to the layer, its damping and
             its term of the KL clip, which are the weight's.
     """
 

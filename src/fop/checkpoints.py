@@ -1,18 +1,22 @@
-"""How a state is read: all of it is checked and copied before anything of an optimizer changes."""
+"""The state of an optimizer: read, and brought together from several ranks.
+
+All of a state is checked and copied before anything of an optimizer changes.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fop.capture import factor_dtype
-from fop.entries import AnyEntry, Entry, Shape
+from fop.distributed import Ranks
+from fop.entries import Entry
+from fop.layer import Layer
 from fop.settings import GROUP_CHECKS, check_group
 
 # Written into every parameter group, which is what trainers that rebuild a state_dict keep. Raised
@@ -33,73 +37,55 @@ TOGETHER = frozenset({"exp_avg", "exp_avg_sq", "step"})
 # Of the fallback optimizer. A state that was saved under another one keeps to its own no longer.
 FALLBACK_OPTIONS = ("rule", "fallback_lr", "betas", "eps")
 
-
-@dataclass(frozen=True)
-class LayerEntries:
-    """A preconditioned layer, as far as its state must fit it."""
-
-    name: str
-    weight: Tensor
-    prefix: str  # of its keys, where several layers share a weight
-    entries: Mapping[str, AnyEntry]
-    sizes: Sequence[Shape]  # (groups, rows, columns), with a trained bias and with a frozen one
+Groups = Sequence[Mapping[str, Any]]
+State = MutableMapping[Tensor, dict[str, Any]]
 
 
-Groups = list[dict[str, Any]]
-State = defaultdict[Tensor, dict[str, Any]]
+# ---- reading
 
 
 def read_state(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    layers: Iterable[LayerEntries],
-) -> tuple[State, Groups]:
+    state_dict: Mapping[str, Any], groups: Groups, layers: Iterable[Layer]
+) -> tuple[State, list[dict[str, Any]]]:
     """State and groups for an optimizer with these groups and layers, sharing nothing.
 
     Raises, naming what differs, unless the state belongs to an optimizer like this. Entries that
     nobody declares, as those of another `damping_mode`, are left out.
     """
-    saved_groups = _checked_groups(state_dict, groups)
-    of_weight: dict[Tensor, list[LayerEntries]] = {}
+    _check_form(state_dict)
+    saved_groups: Groups = state_dict["param_groups"]
+    _check_groups(saved_groups, groups)
+    saved = _by_number(state_dict["state"], saved_groups)
+    of_weight: dict[Tensor, list[Layer]] = {}
     for layer in layers:
         of_weight.setdefault(layer.weight, []).append(layer)
-    saved = _by_number(state_dict["state"], saved_groups)
     state: State = defaultdict(dict)
-    for saved_group, group in zip(saved_groups, groups, strict=True):
-        members = zip(saved_group["params"], group["params"], group["param_names"], strict=True)
-        for number, parameter, name in members:
-            if number in saved:
-                layers_of_it = of_weight.get(parameter, ())
-                state[parameter] = _read_parameter(name, saved[number], parameter, layers_of_it)
-    return state, _new_groups(saved_groups, groups)
+    names = _in_order(groups, "param_names")
+    for name, (number, parameter) in zip(names, _numbered(saved_groups, groups), strict=True):
+        if number in saved:
+            its_layers = of_weight.get(parameter, ())
+            state[parameter] = _read_parameter(name, saved[number], parameter, its_layers)
+    return state, [_new_group(*pair) for pair in zip(saved_groups, groups, strict=True)]
 
 
-def _by_number(
-    saved: Mapping[Any, Any], saved_groups: Sequence[Mapping[str, Any]]
-) -> dict[Any, Any]:
-    """The entries of each parameter. torch.distributed.checkpoint makes text of the numbers."""
-    numbers = [number for group in saved_groups for number in group["params"]]
-    unknown = saved.keys() - {key for number in numbers for key in (number, str(number))}
-    if unknown:
-        raise ValueError(
-            f"the state has entries under {', '.join(sorted(map(repr, unknown)))}, which stands "
-            "for no parameter of its param_groups"
-        )
-    found = {number: saved.get(number, saved.get(str(number))) for number in numbers}
-    return {number: entries for number, entries in found.items() if entries is not None}
+def _in_order(groups: Groups, key: str) -> list[Any]:
+    return [one for group in groups for one in group[key]]
 
 
-def _checked_groups(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> Sequence[Mapping[str, Any]]:
-    """The groups of a state that are like these."""
+def _numbered(saved_groups: Groups, groups: Groups) -> Iterable[tuple[Any, Tensor]]:
+    """The parameters with their numbers in a state_dict."""
+    return zip(_in_order(saved_groups, "params"), _in_order(groups, "params"), strict=True)
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Of this version of fop, and of no other optimizer."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
             f"this is no state_dict of an optimizer, because it has no {missing[0]!r}: it has "
             f"{', '.join(map(repr, state_dict)) or 'nothing'}"
         )
-    saved_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
+    saved_groups = state_dict["param_groups"]
     fits = isinstance(saved_groups, (list, tuple)) and all(
         isinstance(saved, Mapping) and isinstance(saved.get("params"), (list, tuple))
         for saved in saved_groups
@@ -110,7 +96,21 @@ def _checked_groups(
             "list of dicts with 'params'"
         )
     for saved in saved_groups:
-        _check_format(saved)
+        if "rule" not in saved or "steps" not in saved:
+            raise ValueError(
+                "this is the state of an optimizer that is not fop's: its parameter groups have no "
+                "'rule' and 'steps'. Start with a new optimizer and load the model's weights alone"
+            )
+        found = saved.get("state_format", 1)
+        if found != STATE_FORMAT:
+            raise ValueError(
+                f"the state has format {found!r}, but this version of fop reads format "
+                f"{STATE_FORMAT}: load it with the version of fop that saved it, or a later one, "
+                "or start with a new optimizer and load the model's weights alone"
+            )
+
+
+def _check_groups(saved_groups: Groups, groups: Groups) -> None:
     sizes = [[len(group["params"]) for group in side] for side in (saved_groups, groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -118,74 +118,62 @@ def _checked_groups(
             f"groups of {sizes[1]}: it is the state of another model, or of an optimizer with "
             "other param_groups, skip or norms. Build the optimizer as it was built for the state"
         )
-    numbers = [number for saved in saved_groups for number in saved["params"]]
+    numbers = _in_order(saved_groups, "params")
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"the state names a parameter twice: its params are {numbers}")
     _check_names(saved_groups, groups)
     for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        _check_options(saved, index, group)
-    return saved_groups
-
-
-def _check_format(saved: Mapping[str, Any]) -> None:
-    if "rule" not in saved or "steps" not in saved:
-        raise ValueError(
-            "this is the state of an optimizer that is not fop's: its parameter groups have no "
-            "'rule' and 'steps'. Start with a new optimizer and load the model's weights alone"
-        )
-    found = saved.get("state_format", 1)
-    if found != STATE_FORMAT:
-        raise ValueError(
-            f"the state has format {found!r}, but this version of fop reads format {STATE_FORMAT}: "
-            "load it with the version of fop that saved it, or a later one, or start with a new "
-            "optimizer and load the model's weights alone"
-        )
-
-
-def _check_names(
-    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> None:
-    names = [name for group in groups for name in group["param_names"]]
-    position = 0
-    for saved, group in zip(saved_groups, groups, strict=True):
-        saved_names = saved.get("param_names", group["param_names"])
-        if not isinstance(saved_names, (list, tuple)) or len(saved_names) != len(group["params"]):
+        missing = sorted((group.keys() & GROUP_CHECKS.keys()) - saved.keys())
+        if missing:
             raise ValueError(
-                f"param_names in the state should be {len(group['params'])} names, got "
-                f"{saved_names!r}"
+                f"param_groups[{index}] of the state has no {missing[0]!r}: it was changed after "
+                "it was saved, or saved by another version of fop"
+            )
+        try:
+            check_group(saved)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"in param_groups[{index}] of the state, {error}") from None
+
+
+def _check_names(saved_groups: Groups, groups: Groups) -> None:
+    names = _in_order(groups, "param_names")
+    for saved, group in zip(saved_groups, groups, strict=True):
+        own_names = group["param_names"]
+        saved_names = saved.get("param_names", own_names)
+        if not isinstance(saved_names, (list, tuple)) or len(saved_names) != len(own_names):
+            raise ValueError(
+                f"param_names in the state should be {len(own_names)} names, got {saved_names!r}"
             )
         if (saved["rule"] == "curvature") != (group["rule"] == "curvature"):
             raise ValueError(
-                f"parameter {group['param_names'][0]!r} follows the rule {group['rule']!r}, but "
+                f"parameter {own_names[0]!r} follows the rule {group['rule']!r}, but "
                 f"{saved['rule']!r} in the state: build the optimizer with the skip and norms that "
                 "the state was saved with"
             )
-        for saved_name, name in zip(saved_names, group["param_names"], strict=True):
+        for saved_name, name in zip(saved_names, own_names, strict=True):
             if saved_name != name and saved_name in names:
                 raise ValueError(
-                    f"parameter {position} is {name!r}, but {saved_name!r} in the state: "
+                    f"parameter {names.index(name)} is {name!r}, but {saved_name!r} in the state: "
                     "build the optimizer with the param_groups, skip and norms that the state was "
                     "saved with"
                 )
-            position += 1
 
 
-def _check_options(saved: Mapping[str, Any], index: int, group: Mapping[str, Any]) -> None:
-    """By the constructor's own checks."""
-    missing = sorted((group.keys() & GROUP_CHECKS.keys()) - saved.keys())
-    if missing:
+def _by_number(saved: Mapping[Any, Any], saved_groups: Groups) -> dict[Any, Any]:
+    """The entries of each parameter. torch.distributed.checkpoint makes text of the numbers."""
+    numbers = _in_order(saved_groups, "params")
+    unknown = saved.keys() - {key for number in numbers for key in (number, str(number))}
+    if unknown:
         raise ValueError(
-            f"param_groups[{index}] of the state has no {missing[0]!r}: it was changed after it "
-            "was saved, or saved by another version of fop"
+            f"the state has entries under {', '.join(sorted(map(repr, unknown)))}, which stands "
+            "for no parameter of its param_groups"
         )
-    try:
-        check_group(saved)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"in param_groups[{index}] of the state, {error}") from None
+    found = {number: saved.get(number, saved.get(str(number))) for number in numbers}
+    return {number: entries for number, entries in found.items() if entries is not None}
 
 
 def _read_parameter(
-    name: str, entries: Mapping[str, Any], parameter: Tensor, layers: Iterable[LayerEntries]
+    name: str, entries: Mapping[str, Any], parameter: Tensor, layers: Iterable[Layer]
 ) -> dict[str, Any]:
     """What the update rules keep of a parameter, and the curvature of the layers it belongs to."""
     if not isinstance(entries, Mapping):
@@ -203,32 +191,68 @@ def _read_parameter(
         if key in entries
     }
     for layer in layers:
-        what = f"of layer {layer.name!r}"
-        for key, entry in layer.entries.items():
-            full = layer.prefix + key
+        of_layer = layer.sizes, factor_dtype(dtype), device
+        for full, (key, entry) in zip(layer.keys, layer.curvature.entries.items(), strict=True):
             if full in entries:
-                kept = (layer.sizes, factor_dtype(dtype), device)
-                found[full] = entry.read(f"the {key} {what}", entries[full], *kept)
+                what = f"the {key} of layer {layer.name!r}"
+                found[full] = entry.read(what, entries[full], *of_layer)
     return found
 
 
-def _new_groups(
-    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> Groups:
-    """The options of the state; parameters and their names stay this optimizer's."""
-    return [
-        {
-            **copy.deepcopy({k: v for k, v in saved.items() if k != "params"}),
-            **({} if _same_fallback(saved, group) else {k: group[k] for k in FALLBACK_OPTIONS}),
-            "params": group["params"],
-            "param_names": group["param_names"],
-            "state_format": STATE_FORMAT,
-        }
-        for saved, group in zip(saved_groups, groups, strict=True)
-    ]
-
-
-def _same_fallback(saved: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Only SGD may go without a learning rate of its own."""
+def _new_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the state; parameters, their names and another fallback stay the group's."""
+    # Only SGD may go without a learning rate of its own.
     own_rate = [options["fallback_lr"] is not None for options in (saved, group)]
-    return saved["rule"] == group["rule"] and own_rate[0] == own_rate[1]
+    same_fallback = saved["rule"] == group["rule"] and own_rate[0] == own_rate[1]
+    kept = ("params", "param_names", *(() if same_fallback else FALLBACK_OPTIONS))
+    options = copy.deepcopy({k: v for k, v in saved.items() if k not in kept})
+    return options | {k: group[k] for k in kept} | {"state_format": STATE_FORMAT}
+
+
+# ---- several ranks, of which each keeps a part
+
+
+def consolidate(
+    state: State, groups: Groups, layers: Sequence[Layer], ranks: Ranks, to: int | None
+) -> dict[Tensor, dict[str, Any]] | None:
+    """What the ranks keep in parts, full on rank `to` or, if it is None, on all; None elsewhere."""
+    mine = {
+        index: {
+            key: value.cpu() if isinstance(value, Tensor) else value
+            for key, value in state.get(layer.weight, {}).items()
+            if key in layer.keys
+        }
+        for index, layer in enumerate(layers)
+        if ranks.owns(layer)
+    }
+    of_ranks = ranks.gather_objects(mine, to, once=True)
+    found = _join_rows(state, groups, ranks, to) if ranks.partial_rows else {}
+    for part in of_ranks or ():
+        for index, curvature in (part or {}).items():
+            found.setdefault(layers[index].weight, {}).update(curvature)
+    return None if of_ranks is None else found
+
+
+def _join_rows(
+    state: State, groups: Groups, ranks: Ranks, to: int | None
+) -> dict[Tensor, dict[str, Any]]:
+    """What the update rules keep, from the rows of all ranks."""
+    parameters = _in_order(groups, "params")
+    mine = [{k: v.cpu() for k, v in state.get(p, {}).items() if k in RULE_KEYS} for p in parameters]
+    of_ranks = ranks.gather_objects(mine, to)
+    if of_ranks is None:
+        return {}
+    return {
+        parameter: {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        for parameter, *parts in zip(parameters, *of_ranks, strict=True)
+    }
+
+
+def add_consolidated(
+    state_dict: Mapping[str, Any], groups: Groups, consolidated: Mapping[Tensor, dict[str, Any]]
+) -> None:
+    """Put what `consolidate` found into a rank's own state_dict."""
+    entries = state_dict["state"]
+    for number, parameter in _numbered(state_dict["param_groups"], groups):
+        if consolidated.get(parameter):
+            entries[number] = {**entries.get(number, {}), **consolidated[parameter]}

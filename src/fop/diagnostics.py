@@ -1,7 +1,7 @@
 """Why a step was what it was: coefficients, KL terms with the paper's bounds, spectra, noise scale.
 
-The coefficients of the last step are at hand at no cost. Everything else is worked out here, on
-demand and in float64, from the gradients and the captured difference; both are gone after
+The coefficients of the last step are kept at no cost. Everything else is worked out here, on
+demand and in float64, from the gradients and the recorded difference; both are gone after
 `zero_grad()`, so ask between `step()` and `zero_grad()`, or those entries are NaN.
 """
 
@@ -44,7 +44,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         gradient_norm, difference_norm           Euclidean norms of a and d
         orthogonal_norm, update_norm             of p, and of u before the KL clip
         noise_scale                              gradient noise scale in examples, from the two
-                                                 halves
+                                                 half-batches
         kl_base, kl_cross, kl_orthogonal         terms of |F^1/2 u|^2 = eta^2 (a'Qa + 2 beta a'Qp +
                                                  beta^2 p'Qp), before the KL clip
         kl_cross_bound, kl_orthogonal_bound      the paper's bounds of the last two; proven for
@@ -54,8 +54,9 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         condition                                of M
 
     The last three lines and `orthogonal_norm`, `update_norm` need an eigendecomposition of the
-    layer's factors: narrow `layers` for large models. What can't be had (no curvature, no halves,
-    gradients zeroed) is NaN. With several ranks, each reports the layers whose curvature it keeps.
+    layer's factors: narrow `layers` for large models. What is not known (no curvature, no
+    half-batches, gradients zeroed) is NaN. With several ranks, each reports the layers whose
+    curvature it keeps.
     """
     engine = _engine_of(optimizer)
     report = {}
@@ -68,7 +69,7 @@ def diagnostics(optimizer: SecondOrderOptimizer, layers: str = "*") -> dict[str,
         entry |= {name: float(getattr(found, name)) for name in ("s", "beta", "eta", "cos2")}
         entry["damping"] = float(state.get("damping", math.nan))
         entry["kl_clip_factor"] = 1.0 if engine.clip is None else float(engine.clip)
-        gradients = _gradients(layer, engine)
+        gradients = _Gradients.of(layer, engine)
         if gradients is not None:
             entry |= gradients.terms()
         spectrum = layer.curvature.spectrum(state, layer.shape) if "damping" in state else None
@@ -85,15 +86,15 @@ def noise_scale(optimizer: SecondOrderOptimizer) -> float:
 
     Batches far below it are noisy, far above it wasteful (McCandlish et al. 2018). Ask between
     backward and `zero_grad()`; with several ranks, on all of them and after `step()`. NaN if there
-    are no two halves. One step's estimate is noisy itself: average over several.
+    are no two half-batches. One step's estimate is noisy itself: average over several.
     """
     engine = _engine_of(optimizer)
-    sums = [0.0] * 5  # squares of averages and differences; examples in both halves; layers
+    sums = [0.0] * 5  # squares of averages and differences; examples of both half-batches; layers
     for layer in engine.layers:
-        found = _gradients(layer, engine)
+        found = _Gradients.of(layer, engine)
         if found is not None and found.difference is not None:
             squares = [float(v.square().sum()) for v in (found.average, found.difference)]
-            terms = [*squares, found.first, found.second, 1.0]
+            terms = [*squares, *found.examples, 1.0]
             sums = [total + term for total, term in zip(sums, terms, strict=True)]
     numbers = engine.ranks.all_sum(torch.tensor(sums, dtype=torch.float64), "diagnostics")
     of_average, of_difference, first, second, layers = numbers.tolist()
@@ -112,33 +113,30 @@ def _engine_of(optimizer: object) -> Engine:
     return optimizer._engine
 
 
-def _gradients(layer: Layer, engine: Engine) -> _Gradients | None:
-    """None where they are gone, or on another rank."""
-    found = engine.gradients(layer)
-    if found is None:
-        return None
-    (average, difference), (first, second) = found
-    both = None if difference is None else difference.double()
-    return _Gradients(average.double(), both, int(first), int(second))
-
-
 @dataclass(frozen=True)
 class _Gradients:
-    """a and d of a layer in float64, and the examples in the two halves."""
+    """a and d of a layer in float64, and the examples in the two half-batches."""
 
     average: Tensor
     difference: Tensor | None
-    first: int
-    second: int
+    examples: tuple[int, int]
+
+    @classmethod
+    def of(cls, layer: Layer, engine: Engine) -> _Gradients | None:
+        """None where they are gone, or on another rank."""
+        found = engine.gradients(layer)
+        if found is None:
+            return None
+        (a, d), (first, second) = found
+        return cls(a.double(), None if d is None else d.double(), (int(first), int(second)))
 
     def terms(self) -> dict[str, float]:
-        terms = {"gradient_norm": float(self.average.norm())}
-        if self.difference is not None:
-            terms["difference_norm"] = float(self.difference.norm())
-            squares = (terms["gradient_norm"] ** 2, terms["difference_norm"] ** 2)
-            if self.first and self.second:
-                terms["noise_scale"] = scaling.noise_scale(*squares, self.first, self.second)
-        return terms
+        a = float(self.average.norm())
+        if self.difference is None:
+            return {"gradient_norm": a}
+        d = float(self.difference.norm())
+        noise = scaling.noise_scale(a**2, d**2, *self.examples) if all(self.examples) else math.nan
+        return {"gradient_norm": a, "difference_norm": d, "noise_scale": noise}
 
 
 def _conditions(spectrum: Spectrum) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from fop.layers import (
     ROLES,
     LayerAdapter,
-    ProjectionLayer,
+    ProjectionAdapter,
     Role,
     adapter_for,
     attention_parameters,
@@ -71,6 +71,10 @@ def find_layers(model: nn.Module, skip: Skip | Iterable[Skip], *, norms: bool) -
     return found
 
 
+class _UnsupportedError(Exception):
+    """Why a layer uses the fallback optimizer."""
+
+
 class _Search:
     """One walk through the modules of a model."""
 
@@ -93,8 +97,7 @@ class _Search:
         elif module in self._inside_attention:
             return []
         else:
-            layer = self._layer(name, module)
-            layers = [] if layer is None else [layer]
+            layers = list(self._layer(name, module))
         new = [layer for layer in layers if layer.weight not in self._taken]
         self._taken |= {layer.weight for layer in new}
         return new
@@ -103,25 +106,29 @@ class _Search:
         for (level, reason), names in self._left_out.items():
             logger.log(level, "uses the fallback optimizer (%s): %s", reason, ", ".join(names))
 
-    def _leave_out(self, name: str, reason: str, level: int = logging.INFO) -> None:
-        self._left_out.setdefault((level, reason), []).append(repr(name))
+    def _leave_out(self, name: str, reason: object, level: int = logging.INFO) -> None:
+        self._left_out.setdefault((level, str(reason)), []).append(repr(name))
 
     # ---- modules with an adapter
 
-    def _layer(self, name: str, module: nn.Module) -> FoundLayer | None:
+    def _layer(self, name: str, module: nn.Module) -> Iterator[FoundLayer]:
         adapter = adapter_for(module, norms=self._norms)
         if adapter is None:
             self._without_adapter(name, module)
-            return None
+            return
         weight = module._parameters.get("weight")
         if module in self._skipped or weight in self._taken:
-            return None
-        reason = _no_weight(weight) or adapter.unsupported_reason(module)
-        uses: tuple[Use, ...] | str = reason or self._uses(weight)
-        if isinstance(uses, str) or weight is None:
-            self._leave_out(name, str(uses))
-            return None
-        return FoundLayer(name, weight, self._common_bias(uses), uses, name)
+            return
+        try:
+            weight = _checked(weight)
+            if reason := adapter.unsupported_reason(module):
+                raise _UnsupportedError(reason)
+            uses = self._uses(weight)
+        except _UnsupportedError as reason:
+            self._leave_out(name, reason)
+        else:
+            biases = [use.module._parameters.get("bias") for use in uses]
+            yield FoundLayer(name, weight, self._common(biases), uses, name)
 
     def _without_adapter(self, name: str, module: nn.Module) -> None:
         sizes = [p.dim() for p in module._parameters.values() if p is not None]
@@ -132,8 +139,8 @@ class _Search:
             level = logging.WARNING if surprising else logging.INFO
             self._leave_out(name, f"no curvature for {type(module).__name__}", level)
 
-    def _uses(self, weight: Any) -> tuple[Use, ...] | str:
-        """How the modules that share a weight use it; or why they can't be combined.
+    def _uses(self, weight: nn.Parameter) -> tuple[Use, ...]:
+        """How the modules that share a weight use it; raises where they can't be combined.
 
         Modules of one type are like further calls of one module. An embedding tied to an output
         layer has the roles of inputs and outputs exchanged: its gradient counts, and the curvature
@@ -141,28 +148,29 @@ class _Search:
         """
         modules = self._owners[weight]
         if not self._inside_attention.isdisjoint(modules):
-            return "it shares parameters with nn.MultiheadAttention"
-        apart = "it shares parameters with a module that is not preconditioned"
+            raise _UnsupportedError("it shares parameters with nn.MultiheadAttention")
+        apart = _UnsupportedError("it shares parameters with a module that is not preconditioned")
         pairs: list[tuple[LayerAdapter, nn.Module]] = []
         for module in modules:
             adapter = adapter_for(module, norms=self._norms)
             if adapter is None or adapter.unsupported_reason(module) or module in self._skipped:
-                return apart
+                raise apart
             pairs.append((adapter, module))
         pairs.sort(key=lambda pair: pair[0].one_hot)  # stable: layers with real inputs lead
         leading = type(pairs[0][0])
         if any(type(adapter) is not leading and not adapter.one_hot for adapter, _ in pairs):
-            return apart
+            raise apart
         return tuple(
             Use(module, adapter, type(adapter) is leading, module in self._sequence_first)
             for adapter, module in pairs
         )
 
-    def _common_bias(self, uses: Sequence[Use]) -> nn.Parameter | None:
-        """The bias that all modules of a weight share and no other has."""
-        biases = {use.module._parameters.get("bias") for use in uses}
-        bias = biases.pop() if len(biases) == 1 else None
-        return bias if bias is not None and len(self._owners[bias]) == len(uses) else None
+    def _common(self, biases: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
+        """The bias that all uses of a weight share and no other module has."""
+        bias = biases[0]
+        if bias is None or any(other is not bias for other in biases):
+            return None
+        return bias if len(self._owners[bias]) == len(biases) else None
 
     # ---- nn.MultiheadAttention
 
@@ -175,33 +183,29 @@ class _Search:
             if _holder(module, role) in self._skipped:
                 continue
             place = f"{name}.{role}" if name else role
-            weight, bias = attention_parameters(module, role)
-            users = [a for a in self._attentions if attention_parameters(a, role)[0] is weight]
-            reason = self._unsupported(module, role, weight, users)
-            if reason is not None or weight is None:
-                self._leave_out(place, str(reason))
+            try:
+                weight, users = self._users(module, role)
+            except _UnsupportedError as reason:
+                self._leave_out(place, reason)
                 continue
-            alike = all(attention_parameters(user, role)[1] is bias for user in users)
-            if bias is None or not alike or len(self._owners[bias]) != len(users):
-                bias = None  # a bias that others share differently uses the fallback
-            uses = tuple(Use(user, ProjectionLayer(user, role)) for user in users)
+            bias = self._common([attention_parameters(user, role)[1] for user in users])
+            uses = tuple(Use(user, ProjectionAdapter(user, role)) for user in users)
             yield FoundLayer(place, weight, bias, uses, place if role == "out_proj" else name)
 
-    def _unsupported(
-        self,
-        module: nn.MultiheadAttention,
-        role: Role,
-        weight: nn.Parameter | None,
-        users: Sequence[nn.MultiheadAttention],
-    ) -> str | None:
+    def _users(
+        self, module: nn.MultiheadAttention, role: Role
+    ) -> tuple[nn.Parameter, list[nn.MultiheadAttention]]:
+        """The weight of a projection, and the attentions that use it."""
         if has_own_forward(module):
-            return f"{type(module).__name__} has a forward of its own"
-        if weight is None or weight.numel() == 0:
-            return _no_weight(weight)
-        users_alone = [_holder(user, role) for user in users if not has_own_forward(user)]
-        if users_alone == self._owners[weight] and self._skipped.isdisjoint(users_alone):
-            return None
-        return "it shares parameters with a module of another kind, or one that is skipped"
+            raise _UnsupportedError(f"{type(module).__name__} has a forward of its own")
+        weight = _checked(attention_parameters(module, role)[0])
+        users = [a for a in self._attentions if attention_parameters(a, role)[0] is weight]
+        holders = [_holder(user, role) for user in users if not has_own_forward(user)]
+        if holders != self._owners[weight] or not self._skipped.isdisjoint(holders):
+            raise _UnsupportedError(
+                "it shares parameters with a module of another kind, or one that is skipped"
+            )
+        return weight, users
 
 
 def _holder(module: nn.MultiheadAttention, role: Role) -> nn.Module:
@@ -209,10 +213,12 @@ def _holder(module: nn.MultiheadAttention, role: Role) -> nn.Module:
     return module.out_proj if role == "out_proj" else module
 
 
-def _no_weight(weight: nn.Parameter | None) -> str | None:
+def _checked(weight: nn.Parameter | None) -> nn.Parameter:
     if weight is None:
-        return "its weight is computed by a parametrization"
-    return "its weight is empty" if weight.numel() == 0 else None
+        raise _UnsupportedError("its weight is computed by a parametrization")
+    if weight.numel() == 0:
+        raise _UnsupportedError("its weight is empty")
+    return weight
 
 
 def _skip_rules(model: nn.Module, skip: Skip | Iterable[Skip]) -> list[Skip]:
@@ -276,15 +282,15 @@ def describe_modules(model: nn.Module, parameter_names: Iterable[str]) -> str:
     return "; ".join(described)
 
 
-def check_model(model: object) -> nn.Module:
-    """The module itself, without wrappers; raises where there is nothing to optimize."""
+def check_model(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The module without wrappers, and its DDP; raises where there is nothing to optimize."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, "
             "not its parameters, because the optimizer has hooks on the layers; group parameters "
             "with param_groups=[...]"
         )
-    inner, _ = unwrapped(model)
+    inner, wrapper = _unwrapped(model)
     check_shards(inner)
     for name, parameter in inner.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -295,14 +301,14 @@ def check_model(model: object) -> nn.Module:
     if next(inner.parameters(), None) is None:
         what = f"model {type(inner).__name__} has no parameters"
         raise ValueError(f"{what}: there is nothing to optimize")
-    return inner
+    return inner, wrapper
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """The module inside torch.compile and DistributedDataParallel, and the latter if there is."""
     wrapper = model if isinstance(model, DistributedDataParallel) else None
     inner = getattr(model, "_orig_mod", None) if wrapper is None else wrapper.module
     if not isinstance(inner, nn.Module):
         return model, None
-    model, within = unwrapped(inner)
+    model, within = _unwrapped(inner)
     return model, wrapper or within

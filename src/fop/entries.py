@@ -37,10 +37,7 @@ class Entry:
     ) -> Tensor:
         """A copy of the value for use here; raises, naming `what` it is, where it does not fit."""
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{what} should be a tensor, but is {_shown(value)} of type "
-                f"{type(value).__name__} in the state"
-            )
+            raise _wrong_type(what, "a tensor", value)
         if value.layout != torch.strided or value.dtype not in DTYPES or value.is_meta:
             raise TypeError(
                 f"{what} should be a dense tensor of {', '.join(map(_name, DTYPES))}, but is "
@@ -75,10 +72,7 @@ class NumberEntry:
         self, what: str, value: Any, sizes: Iterable[Shape], dtype: torch.dtype, device: Any
     ) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(
-                f"{what} should be a number, but is {_shown(value)} of type "
-                f"{type(value).__name__} in the state"
-            )
+            raise _wrong_type(what, "a number", value)
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{what} should be positive, but is {value!r} in the state")
         return value
@@ -97,6 +91,7 @@ def _name(kind: object) -> str:
     return str(kind).removeprefix("torch.")
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _wrong_type(what: str, wanted: str, value: object) -> TypeError:
+    text, kind = repr(value), type(value).__name__
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
+    return TypeError(f"{what} should be {wanted}, but is {shown} of type {kind} in the state")

@@ -46,7 +46,7 @@ def build_groups(
 
 
 def _ratio(own_lr: Any, lr: Any) -> float:
-    """Of a group's lr to that of all; what is no lr is refused later, with the other options."""
+    """Of a group's lr to that of all; what is no lr raises later, with the other options."""
     sensible = isinstance(own_lr, (int, float, Tensor)) and lr > 0
     return float(own_lr / lr) if sensible else 1.0
 
@@ -73,9 +73,8 @@ def _members(
         given = [item[1] if isinstance(item, tuple) else item for item in given]
         for item in given:
             if item not in names:
-                found = (
-                    tuple(item.shape) if isinstance(item, Tensor) else f"<{type(item).__name__}>"
-                )
+                is_tensor = isinstance(item, Tensor)
+                found = tuple(item.shape) if is_tensor else f"<{type(item).__name__}>"
                 raise ValueError(
                     f"{place} holds a tensor of shape {found} that is no parameter of the model"
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -24,29 +24,21 @@ from fop.capture import (
     hook_output,
     take_over,
 )
-from fop.checkpoints import RULE_KEYS, STATE_FORMAT, read_state
-from fop.discovery import (
-    FoundLayer,
-    check_model,
-    describe_modules,
-    find_layers,
-    unwrapped,
-)
+from fop.checkpoints import STATE_FORMAT, add_consolidated, consolidate, read_state
+from fop.discovery import FoundLayer, check_model, describe_modules, find_layers
 from fop.distributed import GroupReference, describe, join_group
 from fop.groups import build_groups
-from fop.layers import ProjectionLayer
+from fop.layers import ProjectionAdapter
 from fop.scaling import LossScale
-from fop.settings import (
-    GROUP_OPTIONS,
-    Settings,
-    check_group,
-)
+from fop.settings import GROUP_OPTIONS, Settings, check_group
 from fop.step import Engine
 from fop.trainers import explain_clipping, gather_where_trainers_save
 from fop.update import reference_lr
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Handle = RemovableHandle | RemovableHandles
 
 
 class SecondOrderOptimizer(Optimizer):
@@ -63,10 +55,10 @@ class SecondOrderOptimizer(Optimizer):
     grad_scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self._model = check_model(model)
+        self._model, wrapper = check_model(model)
         # Groups hold what was asked of them, and a process group can't be pickled.
         self._settings = replace(settings, param_groups=None, process_group=None)
-        layers = find_layers(self._model, settings.skip, norms=settings.norms == "unitwise")
+        layers = self._find_layers()
         preconditioned = {parameter for found in layers for parameter in found.parameters()}
         groups = build_groups(self._model, preconditioned, settings)
         progress = {
@@ -76,61 +68,73 @@ class SecondOrderOptimizer(Optimizer):
             "state_format": STATE_FORMAT,
         }
         super().__init__(groups, {**settings.of_groups, **progress})
-        _, wrapper = unwrapped(model)
         self._attach(layers, wrapper, settings.process_group)
+
+    def _find_layers(self) -> list[FoundLayer]:
+        norms = self._settings.norms == "unitwise"
+        return find_layers(self._model, self._settings.skip, norms=norms)
 
     def _attach(
         self,
         layers: Sequence[FoundLayer],
-        wrapper: DistributedDataParallel | None = None,
-        process_group: ProcessGroup | None = None,
+        wrapper: DistributedDataParallel | None,
+        process_group: ProcessGroup | None,
     ) -> None:
-        """Build the engine and watch the layers; the hooks go when the optimizer does."""
-        settings = self._settings
+        """Build the engine and hook the layers; the hooks go when the optimizer does."""
+        settings, model = self._settings, self._model
+        names = [found.name for found in layers]
         self._wrapper, self._process_group = wrapper, GroupReference.to(process_group)
         self._ranks = join_group(
-            self._model,
+            model,
             wrapper,
             process_group,
             settings.strategy,
-            lambda: describe(self, settings, self._model, [f.name for f in layers]),
+            lambda: describe(self, settings, model, names),
         )
-        self._engine = Engine(settings, self._ranks, self._model)
-        take_over(use.module for found in layers for use in found.uses)
+        self._engine = Engine(settings, self._ranks, model)
         # Nothing in a step gains by being compiled, and tracing all its branches takes a minute.
         self._engine_step = torch.compiler.disable(self._engine.step)
         self._engine_prepare = torch.compiler.disable(self._engine.prepare)
         self._engine_reset = torch.compiler.disable(self._engine.reset)
-        handles: list[RemovableHandle | RemovableHandles] = []
-        attentions: dict[nn.Module, dict[Recorder, ProjectionLayer]] = {}
-        watching = self._engine.plan.curvature or self._engine.plan.halves != "none"
+        self._consolidated: dict[Tensor, dict[str, Any]] | None = None
+        take_over(use.module for found in layers for use in found.uses)
+        recorders = []
         for found in layers:
             recorder = Recorder(found.uses[0].adapter, *found.slices(), self._engine.plan)
             self._engine.add(found.name, found.module_name, recorder)
-            if watching:
-                handles.append(hook_gradient(recorder))
-            for use in found.uses if watching else ():
-                if isinstance(use.adapter, ProjectionLayer):
+            recorders.append(recorder)
+        self._extra_pass: ExtraPass | None = None
+        options = settings.fisher_options
+        if self._engine.plan.curvature and options["name"] != "empirical":
+            reduction = settings.loss_reduction
+            self._extra_pass = ExtraPass(self._engine.plan, recorders, options, reduction)
+        handles = self._hook(dict(zip(recorders, layers, strict=True)))
+        self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
+        self._engine.assign()
+        self._engine.adopt(self.state)
+        self._prepare()
+        self._meet_trainers()
+
+    def _hook(self, layers: Mapping[Recorder, FoundLayer]) -> list[Handle]:
+        plan = self._engine.plan
+        handles: list[Handle] = []
+        if not plan.curvature and plan.halves == "none":
+            return handles
+        attentions: dict[nn.Module, dict[Recorder, ProjectionAdapter]] = {}
+        for recorder, found in layers.items():
+            handles.append(hook_gradient(recorder))
+            for use in found.uses:
+                if isinstance(use.adapter, ProjectionAdapter):
                     attentions.setdefault(use.module, {})[recorder] = use.adapter
                 else:
                     how = (use.adapter, use.curvature, use.sequence_first)
                     handles.append(hook_module(use.module, recorder, *how))
-        if watching:
-            handles += hook_batch(self._model, self._engine.plan.examples)
+        handles += hook_batch(self._model, plan.examples)
         names = {module: name for name, module in self._model.named_modules()}
-        handles += [hook_attention(m, names[m], captures) for m, captures in attentions.items()]
-        self._consolidated: dict[Tensor, dict[str, Any]] | None = None
-        self._engine.assign()
-        self._engine.adopt(self.state)
-        self._extra_pass: ExtraPass | None = None
-        if self._engine.plan.curvature and settings.fisher_options["name"] != "empirical":
-            recorders = [layer.recorder for layer in self._engine.layers]
-            options, reduction = settings.fisher_options, settings.loss_reduction
-            self._extra_pass = ExtraPass(self._engine.plan, recorders, options, reduction)
+        handles += [hook_attention(m, names[m], roles) for m, roles in attentions.items()]
+        if self._extra_pass is not None:
             handles.append(hook_output(self._model, self._extra_pass))
-        self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
-        self._prepare()
-        self._meet_trainers()
+        return handles
 
     @property
     def steps(self) -> int:
@@ -183,16 +187,16 @@ class SecondOrderOptimizer(Optimizer):
         self._engine_prepare(self.steps + 1, self.state, retry=retry)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset all gradients, and what was captured together with them."""
+        """Reset all gradients, and what was recorded together with them."""
         super().zero_grad(set_to_none)
         self._engine_reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused, except while the optimizer is built: new parameters have no watched layer."""
+        """Raises, except while the optimizer is built: new parameters have no hooked layer."""
         if hasattr(self, "_engine"):
             raise RuntimeError(
                 f"{type(self).__name__} can't take parameters after it was built, because it "
-                "preconditions layers, not single parameters: build it again with the whole model, "
+                "preconditions layers, not single parameters: build it again with the full model, "
                 "and with param_groups for different options"
             )
         super().add_param_group(param_group)
@@ -208,44 +212,15 @@ class SecondOrderOptimizer(Optimizer):
         """
         if to is not None and not 0 <= to < self._ranks.size:
             raise ValueError(f"to must be a rank from 0 to {self._ranks.size - 1}, got {to!r}")
-        if self._part is None:
-            return
-        mine = {
-            index: {
-                key: value.cpu() if isinstance(value, Tensor) else value
-                for key, value in self.state.get(layer.weight, {}).items()
-                if key in layer.keys
-            }
-            for index, layer in enumerate(self._engine.layers)
-            if self._ranks.owns(layer)
-        }
-        parts = self._ranks.gather_objects(mine, to, once=True)
-        shards = self._collect_shards(to) if self._ranks.partial_rows else {}
-        if parts is not None:
+        if self._part is not None:
             layers = self._engine.layers
-            self._consolidated = shards
-            for index, curvature in ((i, c) for part in parts if part for i, c in part.items()):
-                self._consolidated.setdefault(layers[index].weight, {}).update(curvature)
+            found = consolidate(self.state, self.param_groups, layers, self._ranks, to)
+            self._consolidated = self._consolidated if found is None else found
 
     def _meet_trainers(self) -> None:
         explain_clipping(SecondOrderOptimizer)
         if self._part is not None:
             gather_where_trainers_save(SecondOrderOptimizer)
-
-    def _collect_shards(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
-        """What the update rules keep, whole, from the rows of all ranks."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        mine = [
-            {k: v.cpu() for k, v in self.state.get(p, {}).items() if k in RULE_KEYS}
-            for p in parameters
-        ]
-        of_ranks = self._ranks.gather_objects(mine, to)
-        if of_ranks is None:
-            return {}
-        return {
-            parameter: {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-            for parameter, *parts in zip(parameters, *of_ranks, strict=True)
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; with several ranks, after `consolidate_state_dict()`."""
@@ -261,10 +236,7 @@ class SecondOrderOptimizer(Optimizer):
                 "optimizer.consolidate_state_dict() on all ranks after the last step and before "
                 "state_dict(), or consolidate_state_dict(to=0) to save on rank 0"
             )
-        for number, parameter in self._numbered(packed):
-            curvature = self._consolidated.get(parameter)
-            if curvature:
-                packed["state"][number] = {**packed["state"].get(number, {}), **curvature}
+        add_consolidated(packed, self.param_groups, self._consolidated)
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -274,9 +246,9 @@ class SecondOrderOptimizer(Optimizer):
         damping, the fallback's rule and options, and the number of steps. All other arguments of
         the constructor (kl_clip, update_every, ...) stay as they are.
 
-        A state that does not belong to this optimizer, or has a damaged entry, is refused and
-        changes nothing. Curvature saved under another `damping_mode` goes on from its moving
-        averages. With several ranks, all of them load the whole state; their number may be another
+        A state that does not belong to this optimizer, or has a damaged entry, raises and changes
+        nothing. Curvature saved under another `damping_mode` goes on from its moving
+        averages. With several ranks, all of them load the full state; their number may be another
         than when it was saved.
         """
         # Torch's own method casts curvature to the parameter's type, and runs the hooks after any
@@ -285,7 +257,7 @@ class SecondOrderOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        state, groups = read_state(state_dict, self.param_groups, self._engine.declared())
+        state, groups = read_state(state_dict, self.param_groups, self._engine.layers)
         self._settings.interval(groups[0]["steps"] + 1)  # the user's function may raise
         self.__setstate__({"state": state, "param_groups": groups})
         self._consolidated = None
@@ -296,12 +268,6 @@ class SecondOrderOptimizer(Optimizer):
         self._meet_trainers()  # Accelerate loads the state when it takes the optimizer over
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
-
-    def _numbered(self, state_dict: Mapping[str, Any]) -> Iterable[tuple[int, Tensor]]:
-        """The parameters with their numbers in a state_dict."""
-        order = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        return zip(order, parameters, strict=True)
 
     def _loss_scale(self) -> LossScale | None:
         """What GradScaler.step() has attached for the time of this step."""
@@ -331,10 +297,8 @@ class SecondOrderOptimizer(Optimizer):
         super().__setstate__(state)
         if "_model" not in state:  # load_state_dict also comes through here
             return
-        norms = self._settings.norms == "unitwise"
-        layers = find_layers(self._model, self._settings.skip, norms=norms)
         group = self._process_group
-        self._attach(layers, self._wrapper, None if group is None else group.group)
+        self._attach(self._find_layers(), self._wrapper, None if group is None else group.group)
         if part is not None and part != self._part and self.steps:
             raise RuntimeError(
                 f"this optimizer was pickled on rank {part[0]} of {part[1]}, with that rank's part "
@@ -370,6 +334,6 @@ def _as_tensor(loss: Any) -> Tensor | None:
     return torch.tensor(float(loss)) if isinstance(loss, (int, float)) else None
 
 
-def _remove_all(handles: list[RemovableHandle | RemovableHandles]) -> None:
+def _remove_all(handles: list[Handle]) -> None:
     for handle in handles:
         handle.remove()

@@ -19,7 +19,7 @@ from fop.curvature.base import Curvature
 from fop.projection import Coefficient
 from fop.rules import DampingRule, FixedDamping, KLClip, StepRule
 from fop.scaling import Number
-from fop.validate import Check, number, one_of, unless, whole
+from fop.validate import Check, integer, number, one_of, unless
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Interval = int | Callable[[int], int]
 Skip = str | type[nn.Module] | nn.Module
 
-# Curvature of the very first batch is a poor guide for a whole interval, so it is refreshed on
+# Curvature of the very first batch is a poor guide for an interval, so it is refreshed on
 # these steps too.
 EARLY_REFRESH_STEPS = frozenset({1, 2, 4})
 
@@ -81,7 +81,6 @@ SAMPLING: Mapping[str, Check] = {
     "model_output": unless(None, validate.function("what the model returns")),
 }
 FISHERS: Mapping[str, Mapping[str, Check]] = {"empirical": {}, "mc": SAMPLING, "exact": SAMPLING}
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
 def _named(kinds: Mapping[str, Mapping[str, Check]]) -> Check:
@@ -107,12 +106,12 @@ def _schedule(name: str, value: object) -> None:
         checks = {"steps": _schedule, "stagger": validate.flag}
         validate.keys(name, value, checks, "a schedule")
     elif not callable(value):
-        whole(" of steps or a function of the step")(name, value)
+        integer(" of steps or a function of the step")(name, value)
 
 
 def _strategy(name: str, value: object) -> None:
     named = isinstance(value, str)
-    check = one_of("owner", "all") if named else whole(' of ranks, or "owner" or "all"')
+    check = one_of("owner", "all") if named else integer(' of ranks, or "owner" or "all"')
     check(name, value)
 
 
@@ -132,16 +131,6 @@ def _choice(*names: str, projects: bool = False) -> Any:
     return _option(names[0], one_of(*names), projects=projects)
 
 
-def _rule_or(kind: type, check: Check) -> Check:
-    """A value that is a rule itself, or what the check takes."""
-
-    def checked(name: str, value: object) -> None:
-        if isinstance(value, type) or not isinstance(value, kind):
-            check(name, value)
-
-    return checked
-
-
 _DAMPING = number(low=0.0, low_open=True)
 _COEFFICIENT = unless("adaptive", number(hint=' or "adaptive"'))
 _CLIP = number(low=0.0, low_open=True, hint=" or None to switch it off")
@@ -156,23 +145,23 @@ class Settings:
     weight_decay: float = _option(0.0, number(low=0.0), per_group=True)
     nesterov: bool = _option(False, validate.flag, per_group=True)
     decoupled_weight_decay: bool = _option(False, validate.flag)
-    damping: float | DampingRule = _option(1e-3, _rule_or(DampingRule, _DAMPING), per_group=True)
+    damping: float | DampingRule = _option(1e-3, unless(DampingRule, _DAMPING), per_group=True)
     damping_mode: Literal["factored", "exact"] = _choice("factored", "exact")
     factor_decay: float = _option(0.95, number(low=0.0, high=1.0, high_open=True))
     update_every: Interval | Schedule = _option(10, _schedule)
     fisher: Literal["empirical", "mc", "exact"] | Fisher = _option("empirical", _named(FISHERS))
     sharing: Literal["expand", "reduce"] = _choice("expand", "reduce")
-    max_factor_size: int = _option(8192, whole(" of rows"))
+    max_factor_size: int = _option(8192, integer(" of rows"))
     beta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     eta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     total: Literal["mean", "sum"] = _choice("mean", "sum", projects=True)
-    kl_clip: float | StepRule | None = _option(1e-3, _rule_or(StepRule, unless(None, _CLIP)))
+    kl_clip: float | StepRule | None = _option(1e-3, unless(StepRule, unless(None, _CLIP)))
     loss_reduction: Literal["mean", "sum"] = _choice("mean", "sum")
     halves: Literal["auto", "samples", "microbatches", "ranks"] = _choice(
         "auto", "samples", "microbatches", "ranks", projects=True
     )
     curvature: Literal["kronecker", "ekfac", "diagonal", "identity"] | Curvature = _option(
-        "kronecker", _rule_or(Curvature, one_of("kronecker", "ekfac", "diagonal", "identity"))
+        "kronecker", unless(Curvature, one_of("kronecker", "ekfac", "diagonal", "identity"))
     )
     fallback: Literal["adamw", "sgd"] | Fallback = _option("adamw", _named(FALLBACKS))
     norms: Literal["fallback", "unitwise"] = _choice("fallback", "unitwise")
@@ -196,20 +185,19 @@ class Settings:
     @property
     def of_groups(self) -> dict[str, Any]:
         """What parameter groups have, unless they set it themselves."""
-        found = {name: getattr(self, name) for name in _PER_GROUP}
-        return {**found, "damping": self.damping_rule.initial}
+        own = {name: getattr(self, name) for name in _PER_GROUP}
+        return own | {"damping": self.damping_rule.initial}
 
     @cached_property
     def fallback_of_groups(self) -> dict[str, Any]:
         """The fallback as every group carries it: a layer may come to need it later."""
         chosen = _as_dict(self.fallback, "name")
-        # SGD has no learning rate of its own unless it is given one: it takes lr.
-        options = {**ADAMW, **({"lr": None} if chosen["name"] == "sgd" else {}), **chosen}
+        rate = None if chosen["name"] == "sgd" else 1e-3  # None: it takes `lr`
         return {
-            "rule": options["name"],
-            "fallback_lr": options["lr"],
-            "betas": tuple(options["betas"]),
-            "eps": options["eps"],
+            "rule": chosen["name"],
+            "fallback_lr": chosen.get("lr", rate),
+            "betas": tuple(chosen.get("betas", (0.9, 0.999))),
+            "eps": chosen.get("eps", 1e-8),
         }
 
     @cached_property
@@ -253,24 +241,18 @@ class Settings:
 
     def described(self) -> str:
         """What most depends on, and what was chosen otherwise than by default."""
-        values = {
-            option.name: getattr(self, option.name)
-            for option in fields(self)
-            if option.name in ("kl_clip", "update_every", "fisher")
-            or (
-                option.name not in (*SETUP, *_PER_GROUP)
-                and getattr(self, option.name) != option.default
-            )
-        }
-        return ", ".join(f"{name}: {value}" for name, value in values.items())
+        always, never = ("kl_clip", "update_every", "fisher"), (*SETUP, *_PER_GROUP)
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        chosen = {o.name for o in fields(self) if values[o.name] != o.default}.difference(never)
+        shown = (name for name in values if name in always or name in chosen)
+        return ", ".join(f"{name}: {values[name]}" for name in shown)
 
     def interval(self, step: int) -> int:
         """Steps between refreshes of the curvature, as of `step`."""
         steps = self.schedule["steps"]
         if callable(steps):
-            found = steps(step)
-            whole(" of steps")(f"update_every({step})", found)
-            return found
+            steps = steps(step)
+            integer(" of steps")(f"update_every({step})", steps)
         return steps
 
     def refresh_due(self, step: int, phase: int = 0) -> bool:
@@ -284,20 +266,21 @@ def _as_dict(value: object, key: str) -> dict[str, Any]:
 
 # ---- parameter groups
 
-_PER_GROUP = tuple(option.name for option in fields(Settings) if option.metadata["per_group"])
+_OWN_CHECKS = {o.name: o.metadata["check"] for o in fields(Settings) if o.metadata["per_group"]}
+_PER_GROUP = tuple(_OWN_CHECKS)
 # What a group may set for itself.
 GROUP_OPTIONS = frozenset({*_PER_GROUP, "fallback_lr"})
 # What it may hold, the user's options and the library's own marks. A new one needs a line here, and
 # is then checked when an optimizer is built and when a state is loaded.
 GROUP_CHECKS: Mapping[str, Check] = {
-    **{f.name: f.metadata["check"] for f in fields(Settings) if f.metadata["per_group"]},
+    **_OWN_CHECKS,
     "reference_lr": validate.learning_rate,
     "fallback_lr": unless(None, number(low=0.0)),
     "betas": validate.betas,
     "eps": number(low=0.0),
     "rule": one_of("curvature", "sgd", "adamw"),
-    "steps": whole("", low=0),
-    "skipped_steps": whole("", low=0),
+    "steps": integer("", low=0),
+    "skipped_steps": integer("", low=0),
     "refresh_overdue": validate.flag,
 }
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fop.capture import CapturePlan, Recorder
-from fop.checkpoints import RULE_KEYS, LayerEntries
+from fop.checkpoints import RULE_KEYS
 from fop.collect import ModuleTree, collect, follow_parameters
 from fop.context import Context, Options
 from fop.costs import refresh_cost
@@ -97,13 +97,6 @@ class Engine:
         steps = self.settings.schedule["steps"]
         interval = steps if isinstance(steps, int) else TYPICAL_INTERVAL
         self.ranks.assign(self.layers, self.plan, interval)
-
-    def declared(self) -> list[LayerEntries]:
-        """What a state may hold for each layer."""
-        return [
-            LayerEntries(x.name, x.weight, x.adapter.state_prefix, x.curvature.entries, x.sizes)
-            for x in self.layers
-        ]
 
     def prepare(self, next_step: int, state: State, *, retry: bool) -> None:
         """Decide what the backward passes before `next_step` record."""

@@ -33,28 +33,23 @@ def number(
     hint: str = "",
 ) -> Check:
     """A finite number from `low` to `high`; an open end is not allowed itself."""
-    bounds = []
-    if low > -math.inf:
-        bounds.append(f"{'>' if low_open else '>='} {low:g}")
-    if high < math.inf:
-        bounds.append(f"{'<' if high_open else '<='} {high:g}")
-    wanted = " and ".join(bounds) or "finite"
+    above = [f"{'>' if low_open else '>='} {low:g}"] if low > -math.inf else []
+    below = [f"{'<' if high_open else '<='} {high:g}"] if high < math.inf else []
+    wanted = " and ".join(above + below) or "finite"
 
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(
                 f"{name} must be a number{hint}, got {value!r} of type {type(value).__name__}"
             )
-        inside = (value > low if low_open else value >= low) and (
-            value < high if high_open else value <= high
-        )
-        if not (inside and math.isfinite(value)):
+        outside = value < low or value > high or (low_open and value == low)
+        if outside or (high_open and value == high) or not math.isfinite(value):
             raise ValueError(f"{name} must be {wanted}{hint}, got {value!r}")
 
     return check
 
 
-def whole(unit: str, *, low: int = 1) -> Check:
+def integer(unit: str, *, low: int = 1) -> Check:
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number{unit}, got {value!r}")
@@ -88,10 +83,12 @@ def betas(name: str, value: object) -> None:
 
 
 def unless(exempt: object, check: Check) -> Check:
-    """A check with one value that passes."""
+    """A check that one value passes, or every object of a type."""
+    kind = exempt if isinstance(exempt, type) else type(exempt)
 
     def other(name: str, value: object) -> None:
-        if value is not exempt and not (isinstance(exempt, str) and value == exempt):
+        fits = isinstance(value, kind) and not isinstance(value, type)
+        if not (fits and (exempt is kind or value == exempt)):
             check(name, value)
 
     return other

@@ -33,13 +33,13 @@ from fop.capture.recorder import Recorder
 from fop.layers import (
     IN_ROLES,
     ROLES,
-    ProjectionLayer,
+    ProjectionAdapter,
     Role,
     attention_parameters,
     has_own_forward,
 )
 
-Projections = Mapping[Role, tuple[ProjectionLayer, weakref.ref[Recorder]]]
+Projections = Mapping[Role, tuple[ProjectionAdapter, weakref.ref[Recorder]]]
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -183,7 +183,7 @@ class AttentionHook(InertHook):
     """The forward pre-hook on nn.MultiheadAttention, for the recorders of its projections."""
 
     def __init__(
-        self, name: str = "", recorders: Mapping[Recorder, ProjectionLayer] | None = None
+        self, name: str = "", recorders: Mapping[Recorder, ProjectionAdapter] | None = None
     ) -> None:
         recorders = recorders or {}
         super().__init__(next(iter(recorders), None))
@@ -253,7 +253,7 @@ class AttentionHook(InertHook):
 
 
 def hook_attention(
-    module: nn.Module, name: str, recorders: Mapping[Recorder, ProjectionLayer]
+    module: nn.Module, name: str, recorders: Mapping[Recorder, ProjectionAdapter]
 ) -> RemovableHandle:
     """Start to record the calls of nn.MultiheadAttention; the handle stops it."""
     return module.register_forward_pre_hook(AttentionHook(name, recorders), with_kwargs=True)

@@ -21,7 +21,7 @@ from fop.capture import verify
 from fop.capture.examples import TRANSPOSED, Layout
 from fop.capture.hooks import InertHook, RemovableHandles
 from fop.capture.recorder import Recorder
-from fop.layers import LayerAdapter, NormLayer, folded, supported_type
+from fop.layers import LayerAdapter, NormAdapter, folded, supported_type
 from fop.linalg import on_host
 
 
@@ -140,7 +140,7 @@ class AutogradCall(torch.autograd.Function):
         ctx: Any,
         output: Tensor,
         x: Tensor,
-        adapter: NormLayer,
+        adapter: NormAdapter,
         statistics: Any,
         recorder: weakref.ref[Recorder],
     ) -> Tensor:
@@ -182,7 +182,7 @@ def record_call(
         x, output = x.transpose(0, 1), output.transpose(0, 1)
     recorded: Tensor
     reference = weakref.ref(recorder)
-    if isinstance(adapter, NormLayer):
+    if isinstance(adapter, NormAdapter):
         assert module is not None
         recorded = AutogradCall.apply(  # type: ignore[no-untyped-call]
             output, x.detach(), adapter, adapter.statistics(module), reference

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fop._torch import gradient_metadata, may_recompute_saved
-from fop.layers import LayerAdapter, NormLayer, supported_type
+from fop.layers import LayerAdapter, NormAdapter, supported_type
 
 # The relative error of two ways to compute the same is a small power of the precision.
 TOLERANCE = 0.4
@@ -65,7 +65,7 @@ def _same_output(adapter: LayerAdapter, module: nn.Module, x: Tensor, output: Te
     dtype = output.dtype  # as autocast does
     inputs, outputs = adapter.batched(adapter.cast(x, dtype), output)
     forward: Any = adapter.forward
-    if isinstance(adapter, NormLayer):  # may normalise over the batch, and costs little
+    if isinstance(adapter, NormAdapter):  # may normalise over the batch, and costs little
         forward = partial(forward, statistics=adapter.statistics(module))
     elif len(inputs) == len(outputs):
         inputs, outputs = inputs[:1], outputs[:1]

@@ -1,6 +1,6 @@
 """The layers that the optimizer preconditions, each through an adapter to one canonical form.
 
-nn.MultiheadAttention is four layers in one module, and is captured on its own (`fop/attention.py`).
+nn.MultiheadAttention is four layers in one module; `fop/capture/attention.py` records it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from fop.layers.attention import (
     IN_ROLES,
     ROLES,
-    ProjectionLayer,
+    ProjectionAdapter,
     Role,
     attention_parameters,
     has_own_forward,
 )
 from fop.layers.base import Gram, LayerAdapter
 from fop.layers.folded import folded
-from fop.layers.norm import NormLayer
+from fop.layers.norm import NormAdapter
 from fop.layers.registry import ADAPTERS, adapter_for, register_layer, supported_type
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
     "ROLES",
     "Gram",
     "LayerAdapter",
-    "NormLayer",
-    "ProjectionLayer",
+    "NormAdapter",
+    "ProjectionAdapter",
     "Role",
     "adapter_for",
     "attention_parameters",

@@ -3,8 +3,8 @@
 A layer with weight sharing, groups and a bias is brought to one canonical form, so that all later
 mathematics is uniform:
 
-    input rows    x  [n, groups, s, i]     n examples, s shared positions, i inputs a group
-    output rows   g  [n, groups, s, o]     o outputs a group
+    input rows    x  [n, groups, s, i]     n examples, s shared positions, i inputs per group
+    output rows   g  [n, groups, s, o]     o outputs per group
     matrix        W~ [groups, o, i (+1)]   the bias in the last column
 
 Gradients of the layer are computed here too, so that one backward pass can yield them for each of
@@ -25,10 +25,6 @@ class Gram(Protocol):
 
     def add_rows(self, rows: Tensor) -> None:
         """Add rows [n, groups, s, i] to the sum."""
-        ...
-
-    def add_columns(self, vectors: Tensor) -> None:
-        """Add rows that lie as columns [groups, i, k]."""
         ...
 
     def write_rows(self, values: Tensor, start: int, step: int) -> None:
@@ -65,7 +61,7 @@ class LayerAdapter(ABC):
 
     groups: int = 1
     one_hot: bool = False  # inputs are indices that stand for one-hot rows
-    autograd_backward: bool = False  # of a `NormLayer`: its backward stays autograd's
+    autograd_backward: bool = False  # of a `NormAdapter`: its backward stays autograd's
     homogeneous_bias: bool = True  # the bias is the matrix's last column, for a constant input 1
     # Of the parameters with its weight and its bias, the rows that are the layer's own.
     weight_rows: slice = slice(None)
@@ -82,7 +78,7 @@ class LayerAdapter(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
-        """What the module computes, with examples in dimension 0: what verify.py compares.
+        """What the module computes, with examples in dimension 0: what capture/verify.py compares.
 
         The output is given for its sizes only.
         """
@@ -91,7 +87,7 @@ class LayerAdapter(ABC):
 
     def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Input and output gradient with examples in dimension 0, also for an unbatched call."""
-        return (x, grad) if x.dim() > 1 else (x.unsqueeze(0), grad.unsqueeze(0))
+        return (x, grad) if self.free_dimensions(x) else (x.unsqueeze(0), grad.unsqueeze(0))
 
     def free_dimensions(self, x: Tensor) -> int:
         """How many leading dimensions are treated alike; 0 if the call is unbatched.
@@ -163,8 +159,6 @@ class LayerAdapter(ABC):
 
     def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
         """Rows and columns of the matrix of one group."""
-        if type(self).to_matrix is LayerAdapter.to_matrix:  # faster, and asked for often
-            return weight.shape[0] // self.groups, weight.shape[1:].numel() + has_bias
         _, rows, columns = self.to_matrix(weight, None).shape
         return rows, columns + has_bias
 

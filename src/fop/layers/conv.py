@@ -8,7 +8,6 @@ the input spread out with zeros in between, with the mirrored kernel.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any
 
@@ -46,38 +45,32 @@ class _AnyConvolution(LayerAdapter):
         """How far apart the first and the last input under the kernel are."""
         return tuple(d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True))
 
-    @abstractmethod
-    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes: ...
+    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
+        return (0,) * self.dimensions
+
+    def _geometry(self, x: Tensor, output: Tensor) -> tuple[Any, ...]:
+        """As torch's convolutions take it."""
+        padding = self.output_padding(output, x)
+        return self.stride, self.padding, self.dilation, self.transposed, padding, self.groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
-        geometry = (self.stride, self.padding, self.dilation, self.transposed)
-        sizes = self.output_padding(output, x)
-        return torch.convolution(self.prepare(x), weight, bias, *geometry, sizes, self.groups)
-
-    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, grad) if self.free_dimensions(x) else (x.unsqueeze(0), grad.unsqueeze(0))
+        return torch.convolution(self.prepare(x), weight, bias, *self._geometry(x, output))
 
     def free_dimensions(self, x: Tensor) -> int:
         return x.dim() - self.dimensions - 1
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(grad, x, weight, (True, False, False))[0]
+        return self._gradient(0, grad, x, weight)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(grad, x, weight, (False, True, False))[1]
+        return self._gradient(1, grad, x, weight)
 
-    def bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad.sum((0, *range(2, grad.dim())))
-
-    def _backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        geometry = (self.stride, self.padding, self.dilation, self.transposed)
-        output_padding = self.output_padding(grad, x)
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            grad, x, weight, None, *geometry, output_padding, self.groups, wanted
+    def _gradient(self, which: int, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        wanted = [index == which for index in range(3)]  # of input, weight and bias
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            grad, x, weight, None, *self._geometry(x, grad), wanted
         )
-        return gradients
+        return gradients[which]
 
     def output_rows(self, grad: Tensor) -> Tensor:
         n, outputs = grad.shape[:2]
@@ -100,7 +93,7 @@ class _AnyConvolution(LayerAdapter):
         patches.moment(x, out)
 
 
-class ConvLayer(_AnyConvolution):
+class ConvAdapter(_AnyConvolution):
     transposed = False
 
     def __init__(self, module: nn.Module) -> None:
@@ -126,19 +119,15 @@ class ConvLayer(_AnyConvolution):
             return [0] * (2 * self.dimensions)
         return [amount for amount in reversed(self._sizes(module.padding)) for _ in range(2)]
 
-    def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
-        return (0,) * self.dimensions
-
     def prepare(self, x: Tensor) -> Tensor:
         return x if self._pad_first is None else F.pad(x, self._pad_first, mode=self._mode)
 
     def patches(self, x: Tensor, grad: Tensor) -> tuple[Patches, Tensor]:
-        sizes = tuple(grad.shape[2:])
-        geometry = (self.groups, self.kernel, self.stride, self.dilation, self.padding, sizes)
-        return Patches(*geometry), x
+        geometry = (self.groups, self.kernel, self.stride, self.dilation, self.padding)
+        return Patches(*geometry, tuple(grad.shape[2:])), x
 
 
-class ConvTransposeLayer(_AnyConvolution):
+class ConvTransposeAdapter(_AnyConvolution):
     transposed = True
 
     def __init__(self, module: nn.Module) -> None:
@@ -148,13 +137,8 @@ class ConvTransposeLayer(_AnyConvolution):
 
     def output_padding(self, grad: Tensor, x: Tensor) -> Sizes:
         """Read off the sizes, because a call may ask for another output_size than the module's."""
-        spread = self._spread_sizes(x)
-        return tuple(
-            size - (length + reach - 2 * pad)
-            for size, length, reach, pad in zip(
-                grad.shape[2:], spread, self.reach, self.padding, strict=True
-            )
-        )
+        sizes = zip(grad.shape[2:], self._spread_sizes(x), self.reach, self.padding, strict=True)
+        return tuple(size - (length + reach - 2 * pad) for size, length, reach, pad in sizes)
 
     def _spread_sizes(self, x: Tensor) -> Sizes:
         return tuple((n - 1) * move + 1 for n, move in zip(x.shape[2:], self.stride, strict=True))
@@ -171,20 +155,14 @@ class ConvTransposeLayer(_AnyConvolution):
 
     # The weight is [inputs, outputs of a group, *kernel].
 
-    def matrix_shape(self, weight: Tensor, has_bias: bool) -> tuple[int, int]:
-        inputs = weight.shape[0] // self.groups
-        return weight.shape[1], inputs * math.prod(self.kernel) + has_bias
-
     def to_matrix(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         grouped = weight.reshape(self.groups, -1, *weight.shape[1:]).transpose(1, 2)
         mirrored = grouped.flip(*range(3, grouped.dim()))
         return super().to_matrix(mirrored.flatten(0, 1), bias)
 
     def from_matrix(self, matrix: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
-        outputs = weight.shape[1]
-        columns, of_bias = matrix, []
-        if bias is not None:
-            columns, of_bias = matrix[..., :-1], [matrix[..., -1].reshape(bias.shape)]
-        mirrored = columns.reshape(self.groups, outputs, -1, *self.kernel)
+        of_bias = [] if bias is None else [matrix[..., -1].reshape(bias.shape)]
+        columns = matrix if bias is None else matrix[..., :-1]
+        mirrored = columns.reshape(self.groups, weight.shape[1], -1, *self.kernel)
         grouped = mirrored.flip(*range(3, mirrored.dim()))
         return [grouped.transpose(1, 2).reshape(weight.shape), *of_bias]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fop.layers.base import LayerAdapter
 
 
-class EmbeddingLayer(LayerAdapter):
+class EmbeddingAdapter(LayerAdapter):
     one_hot = True
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,9 +35,6 @@ class EmbeddingLayer(LayerAdapter):
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x  # indices
-
-    def batched(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, grad) if x.dim() > 0 else (x.unsqueeze(0), grad.unsqueeze(0))
 
     def free_dimensions(self, x: Tensor) -> int:
         return x.dim()

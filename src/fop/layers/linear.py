@@ -9,7 +9,7 @@ from torch import Tensor
 from fop.layers.base import LayerAdapter
 
 
-class LinearLayer(LayerAdapter):
+class LinearAdapter(LayerAdapter):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Tensor:
         return F.linear(x, weight, bias)
 
@@ -20,7 +20,7 @@ class LinearLayer(LayerAdapter):
         return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
     def _add_weight_gradient(self, onto: Tensor, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        if type(self).weight_gradient is not LinearLayer.weight_gradient:
+        if type(self).weight_gradient is not LinearAdapter.weight_gradient:
             return super()._add_weight_gradient(onto, grad, x, weight)
         return torch.addmm(onto, grad.flatten(0, -2).t(), x.flatten(0, -2))  # one pass less
 

@@ -1,4 +1,4 @@
-"""Normalisation layers with unit-wise curvature: exact 2 x 2 blocks, one for each scale and shift.
+"""Normalisation layers with unit-wise curvature: exact 2 x 2 matrices, one per scale and shift.
 
 For y = weight * z + bias with z the normalised input, an example's gradient of unit c is
 (sum over positions of g z, sum over positions of g). Taken as the output gradient of a layer with
@@ -22,52 +22,48 @@ from torch import Tensor, nn
 
 from fop.layers.base import LayerAdapter
 
+Maybe = Tensor | None
 
-class NormLayer(LayerAdapter):
+
+class NormAdapter(LayerAdapter):
     autograd_backward = True
     homogeneous_bias = False
+    rows_per_example = 1  # in dimension 0 of the input
 
     def __init__(self, module: nn.Module) -> None:
         weight = module._parameters["weight"]
         assert weight is not None
         self.groups, self.shape = weight.numel(), weight.shape
-        self.eps: float | None = module.eps  # type: ignore[assignment]
+        self.eps: Any = module.eps
 
     @abstractmethod
     def units_last(self, x: Tensor) -> Tensor:
         """[n, positions, units]"""
 
     @abstractmethod
-    def normalised(self, x: Tensor, statistics: Any) -> Tensor:
-        """z, shaped like the input."""
-
-    def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        output: Tensor,
-        statistics: Any = None,
-    ) -> Tensor:
-        shape = self.unit_shape(x)
-        scaled = self.normalised(x, statistics) * weight.reshape(shape)
-        return scaled if bias is None else scaled + bias.reshape(shape)
-
-    @abstractmethod
-    def unit_shape(self, x: Tensor) -> tuple[int, ...]:
-        """The shape of a weight that is broadcast over the input."""
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
+        """weight * z + bias, or z without them, shaped like the input."""
 
     def statistics(self, module: nn.Module) -> Any:
         """What the normalisation rests on besides the input, as of the forward pass."""
         return None
 
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Maybe, output: Tensor, statistics: Any = None
+    ) -> Tensor:
+        return self.normalise(x, statistics, weight, bias)
+
     def example_gradients(self, x: Tensor, grad: Tensor, statistics: Any, has_bias: bool) -> Tensor:
         """[n, units, 2], or [n, units, 1] without a bias."""
         dtype = torch.promote_types(grad.dtype, torch.float32)
         g = self.units_last(grad).to(dtype)
-        z = self.units_last(self.normalised(x.to(dtype), statistics))
+        z = self.units_last(self.normalise(x.to(dtype), statistics, None, None))
         parts = [(g * z).sum(1), g.sum(1)] if has_bias else [(g * z).sum(1)]
-        return torch.stack(parts, dim=-1)
+        of_rows = torch.stack(parts, dim=-1)
+        if self.rows_per_example == 1:
+            return of_rows
+        of_examples: Tensor = of_rows.unflatten(0, (-1, self.rows_per_example)).sum(1)
+        return of_examples
 
     # From here on `grad` is what example_gradients gave.
 
@@ -101,66 +97,50 @@ class NormLayer(LayerAdapter):
         return parts if bias is None else [*parts, matrix[:, 1, 0].reshape(bias.shape)]
 
 
-class LayerNormLayer(NormLayer):
+class LayerNormAdapter(NormAdapter):
     """nn.LayerNorm and nn.RMSNorm: every element of the normalised shape is a unit."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        assert isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-        self._shape = list(module.normalized_shape)
         self._centred = isinstance(module, nn.LayerNorm)
 
-    def unit_shape(self, x: Tensor) -> tuple[int, ...]:
-        return tuple(self._shape)
-
     def free_dimensions(self, x: Tensor) -> int:
-        return x.dim() - len(self._shape)
+        return x.dim() - len(self.shape)
 
     def units_last(self, x: Tensor) -> Tensor:
-        if x.dim() == len(self._shape):
-            return x.reshape(1, 1, -1)
-        return x.reshape(x.shape[0], -1, self.groups)
+        return x.reshape(x.shape[0] if self.free_dimensions(x) else 1, -1, self.groups)
 
-    def normalised(self, x: Tensor, statistics: Any) -> Tensor:
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
         if self._centred:
-            assert self.eps is not None
-            return F.layer_norm(x, self._shape, eps=self.eps)
-        return F.rms_norm(x, self._shape, eps=self.eps)
+            return F.layer_norm(x, self.shape, weight, bias, self.eps)
+        return F.rms_norm(x, list(self.shape), weight, self.eps)
 
 
-class _ChannelNormLayer(NormLayer):
+class _ChannelNormAdapter(NormAdapter):
     """Inputs [n, units, ...]."""
-
-    def unit_shape(self, x: Tensor) -> tuple[int, ...]:
-        return (1, self.groups, *(1,) * (x.dim() - 2))
 
     def units_last(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], self.groups, -1).transpose(1, 2)
 
 
-class GroupNormLayer(_ChannelNormLayer):
+class GroupNormAdapter(_ChannelNormAdapter):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        assert isinstance(module, nn.GroupNorm)
-        self._num_groups = module.num_groups
+        self._num_groups: Any = module.num_groups
 
-    def normalised(self, x: Tensor, statistics: Any) -> Tensor:
-        assert self.eps is not None
-        return F.group_norm(x, self._num_groups, eps=self.eps)
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
+        return F.group_norm(x, self._num_groups, weight, bias, self.eps)
 
 
-class BatchNormLayer(_ChannelNormLayer):
+class BatchNormAdapter(_ChannelNormAdapter):
     """With batch statistics, an example's gradient is what goes through its own output."""
 
-    def statistics(self, module: nn.Module) -> Any:
-        assert isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    def statistics(self, module: Any) -> Any:
         if module.training or module.running_mean is None or module.running_var is None:
             return None
         return module.running_mean.clone(), module.running_var.clone()
 
-    def normalised(self, x: Tensor, statistics: Any) -> Tensor:
-        assert self.eps is not None
-        if statistics is None:
-            return F.batch_norm(x, None, None, training=True, eps=self.eps)
-        mean, variance = (value.to(x.dtype) for value in statistics)
-        return F.batch_norm(x, mean, variance, training=False, eps=self.eps)
+    def normalise(self, x: Tensor, statistics: Any, weight: Maybe, bias: Maybe) -> Tensor:
+        batch = statistics is None
+        mean, variance = (None, None) if batch else (value.to(x.dtype) for value in statistics)
+        return F.batch_norm(x, mean, variance, weight, bias, training=batch, eps=self.eps)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from fop.layers.base import Gram
 
-Sizes = tuple[int, ...]  # one entry a spatial dimension
+Sizes = tuple[int, ...]  # one entry per spatial dimension
+Range = tuple[int, int]  # first and end
 
 # So many numbers of written-out patches at a time, to bound memory.
 CHUNK = 1 << 24
@@ -51,17 +53,24 @@ class Patches:
         return math.prod(self.kernel)
 
     def rows(self, x: Tensor) -> Tensor:
-        """[n, groups, positions, features]"""
-        windows = self._windows(x)
-        features = x.shape[1] // self.groups * self.taps
-        positions_first = windows.movedim(1, 1 + len(self.kernel))
-        return positions_first.reshape(len(x), -1, self.groups, features).transpose(1, 2)
+        """[n, groups, positions, features], laid out in the order groups, features, n, positions.
+
+        This way they are copied in runs of positions, and are columns as products take them.
+        """
+        channels = x.shape[1] // self.groups
+        windows: Tensor = self._padded(x).unflatten(1, (self.groups, channels))
+        for axis in reversed(range(len(self.kernel))):
+            windows = self._unfolded(windows, 3 + axis, axis)
+        taps = range(3, windows.dim(), 2)  # of [n, groups, channels, tap, position, tap, ...]
+        columns = windows.permute(1, 2, *taps, 0, *(at + 1 for at in taps))
+        shape = (self.groups, channels * self.taps, len(x), math.prod(self.sizes))
+        return columns.reshape(shape).permute(2, 0, 3, 1)
 
     def totals(self, x: Tensor) -> Tensor:
         """Sums over positions, [n, groups, features]."""
         x = self._padded(x)
         for axis in range(len(self.kernel)):
-            x = self._unfolded(x, axis).sum(3 + axis)
+            x = self._unfolded(x, 2 + axis, axis).sum(3 + axis)
         return x.reshape(len(x), self.groups, -1)
 
     def moment(self, x: Tensor, out: Gram) -> None:
@@ -69,8 +78,7 @@ class Patches:
         if self._lags_pay(x):
             self._moment_by_lags(x, out)
         else:
-            for vectors in self._columns(x):
-                out.add_columns(vectors)
+            self._moment_by_rows(x, out)
 
     # ---- written out
 
@@ -84,34 +92,18 @@ class Patches:
     def _reach(self, axis: int) -> int:
         return self.dilation[axis] * (self.kernel[axis] - 1)
 
-    def _unfolded(self, x: Tensor, axis: int) -> Tensor:
-        """A view with (taps, positions) of one dimension in place of its length."""
-        at, size, stride = 2 + axis, list(x.shape), list(x.stride())
+    def _unfolded(self, x: Tensor, at: int, axis: int) -> Tensor:
+        """A view with (taps, positions) in place of dimension `at`, which is that of `axis`."""
+        size, stride = list(x.shape), list(x.stride())
         step = stride[at]
         size[at : at + 1] = (self.kernel[axis], self.sizes[axis])
         stride[at : at + 1] = (step * self.dilation[axis], step * self.stride[axis])
         return x.as_strided(size, stride)
 
-    def _windows(self, x: Tensor) -> Tensor:
-        """[n, channels, *sizes, *kernel], a view of the padded input."""
-        x = self._padded(x)
-        dimensions = len(self.kernel)
-        for axis in reversed(range(dimensions)):
-            x = self._unfolded(x, axis)
-        # [n, channels, tap, position, tap, position, ...]
-        positions = range(3, 3 + 2 * dimensions, 2)
-        return x.permute(0, 1, *positions, *(at - 1 for at in positions))
-
-    def _columns(self, x: Tensor) -> Iterator[Tensor]:
-        """[groups, features, patches], a part of the examples at a time."""
-        channels = x.shape[1] // self.groups
+    def _moment_by_rows(self, x: Tensor, out: Gram) -> None:
         count = max(1, CHUNK // (x.shape[1] * self.taps * math.prod(self.sizes)))
         for part in x.split(count):
-            windows = self._windows(part).unflatten(1, (self.groups, channels))
-            features_first = windows.movedim(0, 2).movedim(
-                tuple(range(-len(self.kernel), 0)), tuple(range(2, 2 + len(self.kernel)))
-            )
-            yield features_first.reshape(self.groups, channels * self.taps, -1)
+            out.add_rows(self.rows(part))
 
     # ---- by lags
 
@@ -126,25 +118,22 @@ class Patches:
         shifted = math.prod(x.shape[2:-1]) * (x.shape[-1] + self._reach(-1))
         by_lags = lags * channels * max(channels, NARROW) * examples * shifted
         written = examples * math.prod(self.sizes)
-        by_columns = (0.6 * max(features, NARROW) + COPY) * features * written
-        return by_lags + 2 * COPY * features**2 < by_columns
+        by_rows = (0.6 * max(features, NARROW) + COPY) * features * written
+        return by_lags + 2 * COPY * features**2 < by_rows
 
     def _moment_by_lags(self, x: Tensor, out: Gram) -> None:
         if len(self.kernel) == 1:  # an image of height one
-            flat = replace(
-                self,
-                kernel=(1, *self.kernel),
-                stride=(1, 1),
-                dilation=(1, *self.dilation),
-                before=(0, *self.before),
-                sizes=(1, *self.sizes),
+            kernel, stride, dilation, sizes = (
+                (1, *own) for own in (self.kernel, self.stride, self.dilation, self.sizes)
             )
+            flat = Patches(self.groups, kernel, stride, dilation, (0, *self.before), sizes)
             flat._moment_by_lags(x.unsqueeze(2), out)
             return
-        blocks = _LagProducts(self, x).blocks()
+        products = _LagProducts(self, x).by_taps()
         for one in range(self.taps):
             of_tap = [
-                blocks[one, two] if one <= two else blocks[two, one].mT for two in range(self.taps)
+                products[one, two] if one <= two else products[two, one].mT
+                for two in range(self.taps)
             ]
             values = torch.stack(of_tap, dim=-1).flatten(2)  # [groups, channels, features]
             out.write_rows(values, start=one, step=self.taps)
@@ -158,91 +147,78 @@ class _LagProducts:
     """
 
     def __init__(self, patches: Patches, x: Tensor) -> None:
-        self._patches = patches
-        n, _, self._height, self._width = x.shape
-        self._gap = patches._reach(1)
+        self._patches, self._gap = patches, patches._reach(1)
         grouped = x.unflatten(1, (patches.groups, -1)).permute(1, 2, 3, 0, 4)
-        self._image = x.new_empty(*grouped.shape[:4], self._width + self._gap)
-        self._image[..., : self._width] = grouped
-        self._image[..., self._width :] = 0
+        self._lengths, width = x.shape[2:], x.shape[-1]
+        self._image = x.new_empty(*grouped.shape[:4], width + self._gap)
+        self._image[..., :width] = grouped
+        self._image[..., width:] = 0
         self._flat = self._image.flatten(2)
-        self._row = n * (self._width + self._gap)
+        self._row = len(x) * (width + self._gap)
 
-    def blocks(self) -> dict[tuple[int, int], Tensor]:
+    def by_taps(self) -> dict[tuple[int, int], Tensor]:
         """[groups, channels, channels] for each pair of taps, the first not after the second."""
         taps_high, taps_wide = self._patches.kernel
         found = {}
         for down in range(taps_high):
             for right in range(0 if down == 0 else 1 - taps_wide, taps_wide):
-                for (top, left), block in self._of_lag(down, right):
+                for (top, left), product in self._of_lag(down, right):
                     one = top * taps_wide + left
-                    found[one, one + down * taps_wide + right] = block
+                    found[one, one + down * taps_wide + right] = product
         return found
 
-    def _of_lag(self, down: int, right: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """For each tap whose partner at this lag is a tap too: the sum over its own range."""
-        rows = self._ranges(0, self._height, down)
-        columns = self._ranges(1, self._width, right)
-        shift = self._apart(1, right)
-        inside = range(max(0, -shift), self._width - max(0, shift))
+    def _of_lag(self, down: int, right: int) -> Iterator[tuple[Range, Tensor]]:
+        """For each tap whose partner at this lag is a tap too: the sum over its own range.
+
+        Rows between two borders are common to all taps that have one of them, so each such band is
+        multiplied once, over all columns; the columns outside of a tap's range are taken off.
+        """
+        rows, columns = self._ranges(0, down), self._ranges(1, right)
+        dilation = self._patches.dilation
+        low, beside = down * dilation[0], right * dilation[1]
         borders = sorted({at for start, end in rows.values() if start < end for at in (start, end)})
-        # Rows in between two borders are common to all taps: each band is multiplied once.
         bands = list(pairwise(borders))
-        spans = set(columns.values())
-        edges = [at for at in inside if any(not start <= at < end for start, end in spans)]
-        whole = {band: self._product(band, down, right) for band in bands}
-        cut = {(band, at): self._column(band, at, down, right) for band in bands for at in edges}
-        known: dict[tuple[tuple[int, int], tuple[int, int]], Tensor] = {}
-        for top, (above, below) in rows.items():
-            for left, (start, end) in columns.items():
-                ranges = ((above, below), (start, end))
-                if ranges not in known:
-                    own = [band for band in bands if above <= band[0] < below]
-                    outside = [at for at in edges if not start <= at < end]
-                    plus = [whole[band] for band in own]
-                    minus = [cut[band, at] for band in own for at in outside]
-                    known[ranges] = self._sum(plus, minus)
-                yield (top, left), known[ranges]
+        inside = range(max(0, -beside), self._lengths[1] - max(0, beside))
+        edges = [at for at in inside if any(not s <= at < e for s, e in columns.values())]
+        full = {band: self._product(band, low, beside) for band in bands}
+        cut = {(band, at): self._column(band, at, low, beside) for band in bands for at in edges}
 
-    def _sum(self, plus: list[Tensor], minus: list[Tensor]) -> Tensor:
-        if not plus:
-            channels = self._flat.shape[1]
-            return self._flat.new_zeros(len(self._flat), channels, channels)
-        if len(plus) + len(minus) == 1:
-            return plus[0]
-        total = plus[0].clone()
-        for term in plus[1:]:
-            total += term
-        for term in minus:
-            total -= term
-        return total
+        @cache
+        def total(above: int, below: int, start: int, end: int) -> Tensor:
+            own = [band for band in bands if above <= band[0] < below]
+            outside = [at for at in edges if not start <= at < end]
+            if not own:
+                return self._flat.new_zeros(*self._flat.shape[:2], self._flat.shape[1])
+            added = sum((full[band] for band in own[1:]), start=full[own[0]])
+            return added - sum(cut[band, at] for band in own for at in outside)
 
-    def _apart(self, axis: int, lag: int) -> int:
-        return self._patches.dilation[axis] * lag
+        for top, height in rows.items():
+            for left, width in columns.items():
+                yield (top, left), total(*height, *width)
 
-    def _ranges(self, axis: int, length: int, lag: int) -> dict[int, tuple[int, int]]:
+    def _ranges(self, axis: int, lag: int) -> dict[int, Range]:
         """For each tap with a partner: the inputs that meet both, first and end."""
         found = {}
-        apart = self._apart(axis, lag)
-        for tap in range(max(0, -lag), self._patches.kernel[axis] - max(0, lag)):
-            start = self._apart(axis, tap) - self._patches.before[axis]
+        patches, length = self._patches, self._lengths[axis]
+        apart = patches.dilation[axis] * lag
+        for tap in range(max(0, -lag), patches.kernel[axis] - max(0, lag)):
+            start = patches.dilation[axis] * tap - patches.before[axis]
             first = max(start, 0, -apart)
-            end = min(start + self._patches.sizes[axis], length, length - apart)
+            end = min(start + patches.sizes[axis], length, length - apart)
             found[tap] = first, max(first, end)
         return found
 
-    def _product(self, band: tuple[int, int], down: int, right: int) -> Tensor:
-        """Over all columns of a band of rows."""
+    def _product(self, band: Range, low: int, beside: int) -> Tensor:
+        """Over all columns of a band of rows, with those so many rows and columns on."""
         start, end = band[0] * self._row, band[1] * self._row - self._gap
-        shift = self._apart(0, down) * self._row + self._apart(1, right)
+        shift = low * self._row + beside
         return _times(self._flat[..., start:end], self._flat[..., start + shift : end + shift])
 
-    def _column(self, band: tuple[int, int], at: int, down: int, right: int) -> Tensor:
+    def _column(self, band: Range, at: int, low: int, beside: int) -> Tensor:
         """Over one column of a band of rows."""
         start, end = band
-        low, beside = self._apart(0, down), at + self._apart(1, right)
         one = self._image[:, :, start:end, :, at]
-        two = self._image[:, :, start + low : end + low, :, beside]
+        two = self._image[:, :, start + low : end + low, :, at + beside]
         return _times(one.flatten(2), two.flatten(2))
 
 

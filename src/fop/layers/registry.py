@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 
 from torch import nn
 
 from fop.layers.base import LayerAdapter
-from fop.layers.conv import ConvLayer, ConvTransposeLayer
-from fop.layers.embedding import EmbeddingLayer
-from fop.layers.linear import LinearLayer
-from fop.layers.norm import BatchNormLayer, GroupNormLayer, LayerNormLayer, NormLayer
+from fop.layers.conv import ConvAdapter, ConvTransposeAdapter
+from fop.layers.embedding import EmbeddingAdapter
+from fop.layers.linear import LinearAdapter
+from fop.layers.norm import BatchNormAdapter, GroupNormAdapter, LayerNormAdapter, NormAdapter
 
 ADAPTERS: dict[type[nn.Module], type[LayerAdapter]] = {
-    nn.Linear: LinearLayer,
-    nn.Conv1d: ConvLayer,
-    nn.Conv2d: ConvLayer,
-    nn.Conv3d: ConvLayer,
-    nn.ConvTranspose1d: ConvTransposeLayer,
-    nn.ConvTranspose2d: ConvTransposeLayer,
-    nn.ConvTranspose3d: ConvTransposeLayer,
-    nn.Embedding: EmbeddingLayer,
-    nn.LayerNorm: LayerNormLayer,
-    nn.RMSNorm: LayerNormLayer,
-    nn.GroupNorm: GroupNormLayer,
-    nn.BatchNorm1d: BatchNormLayer,
-    nn.BatchNorm2d: BatchNormLayer,
-    nn.BatchNorm3d: BatchNormLayer,
+    nn.Linear: LinearAdapter,
+    nn.Conv1d: ConvAdapter,
+    nn.Conv2d: ConvAdapter,
+    nn.Conv3d: ConvAdapter,
+    nn.ConvTranspose1d: ConvTransposeAdapter,
+    nn.ConvTranspose2d: ConvTransposeAdapter,
+    nn.ConvTranspose3d: ConvTransposeAdapter,
+    nn.Embedding: EmbeddingAdapter,
+    nn.LayerNorm: LayerNormAdapter,
+    nn.RMSNorm: LayerNormAdapter,
+    nn.GroupNorm: GroupNormAdapter,
+    nn.BatchNorm1d: BatchNormAdapter,
+    nn.BatchNorm2d: BatchNormAdapter,
+    nn.BatchNorm3d: BatchNormAdapter,
 }
 
 
-class Registration:
+class Registration(AbstractContextManager["Registration"]):
     """Ends with `remove()`, or with the `with` statement that it is used in."""
 
     def __init__(self, module_type: type[nn.Module], adapter_type: type[LayerAdapter]) -> None:
@@ -40,13 +41,12 @@ class Registration:
 
     def remove(self) -> None:
         """Back to what was registered before; optimizers that are built keep their adapters."""
-        if ADAPTERS.get(self._module_type) is self._adapter_type:  # not replaced, nor removed
+        if ADAPTERS.get(self._module_type) is not self._adapter_type:
+            return  # replaced, or removed
+        if self._before is None:
             del ADAPTERS[self._module_type]
-            if self._before is not None:
-                ADAPTERS[self._module_type] = self._before
-
-    def __enter__(self) -> Registration:
-        return self
+        else:
+            ADAPTERS[self._module_type] = self._before
 
     def __exit__(self, *error: object) -> None:
         self.remove()
@@ -69,10 +69,10 @@ def register_layer(
     if inspect.isabstract(adapter_type):
         missing = ", ".join(sorted(adapter_type.__abstractmethods__))
         raise TypeError(f"{adapter_type.__name__} lacks what every adapter needs: {missing}")
-    if adapter_type.autograd_backward and not issubclass(adapter_type, NormLayer):
+    if adapter_type.autograd_backward and not issubclass(adapter_type, NormAdapter):
         raise TypeError(
             f"{adapter_type.__name__} has autograd_backward=True, which is for adapters of "
-            "normalisation layers: subclass fop.layers.NormLayer, or leave it out"
+            "normalisation layers: subclass fop.layers.NormAdapter, or leave it out"
         )
     if issubclass(module_type, nn.MultiheadAttention):
         raise ValueError(
@@ -96,17 +96,15 @@ def adapter_for(module: nn.Module, *, norms: bool = False) -> LayerAdapter | Non
     """The adapter of a module, or None where its type has none.
 
     A subclass counts only if it inherits its base's forward. What else may change what a module
-    computes is found by its calls (`fop/verify.py`).
+    computes is found by its calls (`fop/capture/verify.py`).
     """
     known = supported_type(type(module))
     if known is None or type(module).forward is not known.forward:
         return None
     adapter_type = ADAPTERS[known]
-    # Norms are served if asked for, and may be without parameters.
-    if issubclass(adapter_type, NormLayer) and (
-        not norms or module._parameters.get("weight") is None
-    ):
-        return None
+    if issubclass(adapter_type, NormAdapter):  # on request, and some have no parameters
+        norms = norms and module._parameters.get("weight") is not None
+        return adapter_type(module) if norms else None
     return adapter_type(module)
 
 

@@ -18,7 +18,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fop.layers import LayerAdapter, NormLayer
+from fop.layers import LayerAdapter, NormAdapter
 
 DAMPING = 0.1
 
@@ -54,7 +54,7 @@ class DenseLayer:
         jacobian = torch.stack(derivatives).unflatten(0, (len(y), -1))  # [n, e, groups, o, c]
         self.target = direction(y)
         gradient = (y - self.target).detach().flatten(1)  # [n, e]
-        if isinstance(adapter, NormLayer):  # an example's gradient, for one constant input
+        if isinstance(adapter, NormAdapter):  # an example's gradient, for one constant input
             examples = torch.einsum("ne,negoc->ngoc", gradient, jacobian)
             self.outputs = examples.transpose(2, 3)
             self.inputs = torch.ones_like(examples[:, :, :1])
