@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fop.context import Context
+from fop.curvature.base import StackedState
 from fop.distributed import Batch, Computed
 from fop.layer import Layer, Parts, from_matrices, stacks, to_matrices
 from fop.projection import Coefficients, fop_update
@@ -76,13 +77,13 @@ class Directions:
         average, difference = gradients(stack, self.batch, context.loss_scale, halves=halves)
         if halves and difference is None:
             self.context.messages.no_halves(stack, *self.batch.half_sizes(first))
-        curvature = first.curvature
+        curvature, state = first.curvature, context.state
         if curvature.requires.gradients:
             for layer, gradient in zip(stack, average.chunk(len(stack)), strict=True):
-                self.context.state[layer.weight]  # exists from now on: a defaultdict, as torch's
-                curvature.watch(layer.state_in(self.context.state), gradient)
-        own = [layer.state_in(self.context.state) for layer in stack]
-        metric = curvature.metric(own, first.sample.shape)
+                state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
+                curvature.watch(layer.state_in(state), gradient)
+        own = [layer.state_in(state) for layer in stack]
+        metric = curvature.metric(StackedState(own) if len(own) > 1 else own[0], first.sample.shape)
         options = settings.beta, settings.eta, settings.total_weight
         update, found = fop_update(average, difference, metric, *options, layers=len(stack))
         lr = self.context.options[first.weight]["reference_lr"]
