@@ -210,18 +210,17 @@ def test_decompositions_of_equal_shapes_may_be_made_together(
     factors.append(Diagonal(matrices[0].diagonal(dim1=-2, dim2=-1).clone()))
     shifts = [torch.full((len(f.values),), 0.1 * i + 0.1).double() for i, f in enumerate(factors)]
 
-    def both() -> list[list[Any]]:
-        hows: tuple[linalg.How, linalg.How] = ("inverse", "eigenbasis")
-        return [linalg.decomposed(factors, [how] * len(factors), shifts) for how in hows]
-
-    alone = both()
+    hows: tuple[linalg.How, linalg.How] = ("inverse", "eigenbasis")
+    alone = [
+        [linalg.decomposed([f], [how], [s])[0] for f, s in zip(factors, shifts, strict=True)]
+        for how in hows
+    ]
     calls = []
     original = torch.linalg.cholesky_ex
     monkeypatch.setattr(
         torch.linalg, "cholesky_ex", lambda *a, **k: (calls.append(len(a[0])), original(*a, **k))[1]
     )
-    with linalg.treat_as_accelerator():
-        together = both()
+    together = [linalg.decomposed(factors, [how] * len(factors), shifts) for how in hows]
     assert calls[:2] == [5, 1]  # one call for the inverses of width 5
     for found, wanted in zip(together, alone, strict=True):
         for one, other in zip(found, wanted, strict=True):

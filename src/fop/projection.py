@@ -147,10 +147,10 @@ def fop_update(
         p = other.addcmul_(in_basis, spread(s, other), value=-1)
         del d, other, product, pair
     solved = metric.solve(in_basis)
+    solved_p = None if p is None else metric.solve(p)
     q = inner(in_basis, solved, layers)
     weight = D = E = torch.zeros_like(q)
-    if p is not None:
-        solved_p = metric.solve(p)
+    if p is not None and solved_p is not None:
         D, E = inner(in_basis, solved_p, layers), inner(p, solved_p, layers)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
         solved.addcmul_(solved_p, spread(weight, solved))

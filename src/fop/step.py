@@ -111,7 +111,7 @@ class Engine:
         self._next_step = next_step
         interval, offsets = self.settings.interval(next_step), [0] * len(self.layers)
         if self.settings.schedule["stagger"]:
-            offsets = list(phases([refresh_cost(layer.work) for layer in self.layers], interval))
+            offsets = list(phases(tuple(refresh_cost(x.work) for x in self.layers), interval))
         self.plan.examples.forget()
         for layer, offset in zip(self.layers, offsets, strict=True):
             recorder = layer.recorder

@@ -138,9 +138,11 @@ class Kronecker(Curvature):
     def _keep(self, job: RefreshJob, both: Sequence[tuple[How, Any]]) -> None:
         state = job.state
         for (side, _), (how, result) in zip(SIDES, both, strict=True):
-            for name in (name for names in KEPT.values() for name in names):
-                state.pop(f"{side}_{name}", None)
-            state.update(zip([f"{side}_{name}" for name in KEPT[how]], result, strict=False))
+            for names in KEPT.values():  # of the last refresh
+                for name in names:
+                    state.pop(f"{side}_{name}", None)
+            for name, tensor in zip(KEPT[how], result, strict=False):
+                state[f"{side}_{name}"] = tensor
         state["damping"] = job.damping
 
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
@@ -199,13 +201,14 @@ class FactoredKronecker(Kronecker):
         return True
 
     def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
-        pair = factors(state, shape)
-        solvers = [
-            Cholesky(state[f"{side}_cholesky"], shape[axis])
-            if f"{side}_cholesky" in state
-            else unpacked(state[f"{side}_inverse"])
-            for side, axis in SIDES
-        ]
+        pair: list[Factor] = []
+        solvers: list[Solver] = []
+        for side, axis in SIDES:
+            pair.append(from_state(state[f"{side}_factor"], shape[axis]))
+            if f"{side}_cholesky" in state:
+                solvers.append(Cholesky(state[f"{side}_cholesky"], shape[axis]))
+            else:
+                solvers.append(unpacked(state[f"{side}_inverse"]))
         return _FactoredMetric(*pair, *solvers)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fop.linalg.blocked import STORAGE
-from fop.linalg.device import on_host
 from fop.linalg.factor import Factor, Found
 
 # Which method of a factor makes the decomposition.
@@ -71,15 +70,18 @@ def decomposed(
 
 
 def _batches(factors: Sequence[Factor], hows: Sequence[How]) -> list[list[int]]:
-    """Which factors to decompose in one call: on accelerators those of one shape.
+    """Which factors to decompose in one call: those of one shape.
 
-    On a CPU, which is busy with one, nothing would be gained.
+    But not the two of a single layer, as which they come on a CPU: it would gain nothing by it, and
+    need more memory.
     """
+    if len(factors) == 2:
+        return [[0], [1]]
     alike: dict[object, list[int]] = {}
     for index, (factor, how) in enumerate(zip(factors, hows, strict=True)):
         values = factor.values
         shape = (how, type(factor), values.shape[1:], values.dtype, values.device)
-        alike.setdefault(index if on_host(values) else shape, []).append(index)
+        alike.setdefault(shape, []).append(index)
     return list(alike.values())
 
 
