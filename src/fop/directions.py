@@ -88,7 +88,9 @@ class Directions:
                 state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
                 curvature.watch(layer.state_in(state), gradient)
         own = [layer.state_in(state) for layer in stack]
-        metric = curvature.metric(StackedState(own) if len(own) > 1 else own[0], first.sample.shape)
+        metric = curvature.metric(
+            StackedState(own, average) if len(own) > 1 else own[0], first.sample.shape
+        )
         options = settings.beta, settings.eta, settings.total_weight
         update, found = fop_update(average, difference, metric, *options, layers=len(stack))
         lr = self.context.options[first.weight]["reference_lr"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from fop.capture import Eigenbasis, Statistics
 from fop.entries import AnyEntry, Entry
 from fop.linalg import Factor
-from fop.projection import Metric
+from fop.projection import Metric, spread
 
 # By how much a batch may exceed what is usual before it counts for less. Batches of ordinary
 # training differ by less, and with the usual decay of 0.95 a bounded one adds half of the average.
@@ -127,11 +127,13 @@ class StackedState(Mapping[str, Any]):
     """The states of L layers of one shape with the same entries, read as one.
 
     Tensors [groups, ...] are stacked along dimension 0, [L groups, ...]. A number is one for all,
-    or a tensor [L groups, 1, 1] where it differs.
+    or a tensor [L groups, 1, 1] where it differs, to be broadcast over matrices [L groups, o, i]
+    such as `like`.
     """
 
-    def __init__(self, states: Sequence[CurvatureState]) -> None:
+    def __init__(self, states: Sequence[CurvatureState], like: Tensor) -> None:
         self._states = states
+        self._like = like
 
     def __getitem__(self, name: str) -> Any:
         values = [state[name] for state in self._states]
@@ -139,9 +141,8 @@ class StackedState(Mapping[str, Any]):
             return self._tensor(name, values)
         if len(set(values)) == 1:
             return values[0]
-        like = next(value for value in self._states[0].values() if isinstance(value, Tensor))
-        numbers = torch.tensor(values, dtype=like.dtype, device=like.device)
-        return numbers.repeat_interleave(len(like)).reshape(-1, 1, 1)
+        numbers = torch.tensor(values, dtype=self._like.dtype, device=self._like.device)
+        return spread(numbers, self._like)
 
     def __contains__(self, name: object) -> bool:
         return name in self._states[0]
