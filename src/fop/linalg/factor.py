@@ -118,23 +118,20 @@ class Dense(Factor):
         return self.values
 
     def matmul(self, v: Tensor) -> Tensor:
-        if v.shape[-1] < ALIGNED_FROM:
-            return torch.bmm(self.values, v)
-        return multiply(self.values, v, empty_like(v))
+        short = v.shape[-1] < ALIGNED_FROM
+        return torch.bmm(self.values, v) if short else multiply(self.values, v, empty_like(v))
 
     def rmatmul(self, v: Tensor) -> Tensor:
-        if v.shape[-1] < ALIGNED_FROM:
-            return torch.bmm(v, self.values)
-        return multiply(v, self.values, empty_like(v))
-
-    @property
-    def rows(self) -> tuple[BlockRow]:
-        """The lower triangle, in one block."""
-        width = self.values.shape[-1]
-        return (BlockRow(0, width, self.values),)
+        short = v.shape[-1] < ALIGNED_FROM
+        return torch.bmm(v, self.values) if short else multiply(v, self.values, empty_like(v))
 
     def pack(self, out: Tensor) -> None:
         _pack_rows(self.rows, out)
+
+    @property
+    def rows(self) -> tuple[BlockRow]:
+        """The matrix as a lower triangle of one block."""
+        return (BlockRow(0, self.values.shape[-1], self.values),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,11 +214,10 @@ class Form:
         """The inverse of `Factor.pack`, exactly symmetric and with memory of its own."""
         if self.diagonal:
             return Diagonal(message.clone())
-        found: Dense | Blocked = (
-            Blocked.empty(message, self.groups, self.width, STORAGE.block)
-            if self.packed
-            else Dense(message.new_empty(self.shape))
-        )
+        if self.packed:
+            found: Blocked | Dense = Blocked.empty(message, self.groups, self.width, STORAGE.block)
+        else:
+            found = Dense(message.new_empty(self.shape))
         for row, before, corner in _message_parts(found.rows, message):
             row.before.copy_(before)
             _unpack_triangle(corner, row.diagonal_block)
