@@ -59,16 +59,18 @@ KEPT: Mapping[How, Sequence[str]] = {
     "cholesky": ("cholesky",),
     "eigenbasis": ("eigenvalues", "basis"),  # a diagonal factor has no basis but the axes
 }
+ALL_KEPT = [name for names in KEPT.values() for name in names]
 
 
 def of_sides(
     name: str, shapes: Callable[[int, int], list[tuple[int, ...]]], low: float = -math.inf
 ) -> dict[str, Entry]:
     """An entry for A and one for G, of shapes that depend on groups and width."""
-    return {
-        f"{side}_{name}": Entry(lambda size, at=axis + 1: shapes(size[0], size[at]), low)  # type: ignore[misc]
-        for side, axis in SIDES
-    }
+
+    def entry(axis: int) -> Entry:
+        return Entry(lambda size: shapes(size[0], size[1 + axis]), low)
+
+    return {f"{side}_{name}": entry(axis) for side, axis in SIDES}
 
 
 FACTORS = averaged(of_sides("factor", state_shapes))
@@ -125,25 +127,19 @@ class Kronecker(Curvature):
         shifts: list[Tensor] = []
         for job in jobs:
             pair = factors(job.state, job.shape)
-            how, shift = self.plan(pair, job)
-            matrices, hows, shifts = matrices + pair, hows + how, shifts + shift
+            ways, amounts = self.plan(pair, job)
+            matrices += pair
+            hows += ways
+            shifts += amounts
         found = list(zip(hows, decomposed(matrices, hows, shifts), strict=True))
         outcome = []
         for job, *both in zip(jobs, found[::2], found[1::2], strict=True):
-            outcome.append(all(result is not None for _, result in both))
+            outcome.append(None not in [result for _, result in both])
             if outcome[-1]:
-                self._keep(job, both)
+                job.state["damping"] = job.damping
+                for (side, _), (how, result) in zip(SIDES, both, strict=True):
+                    _keep(job.state, side, how, result or ())
         return outcome
-
-    def _keep(self, job: RefreshJob, both: Sequence[tuple[How, Any]]) -> None:
-        state = job.state
-        for (side, _), (how, result) in zip(SIDES, both, strict=True):
-            for names in KEPT.values():  # of the last refresh
-                for name in names:
-                    state.pop(f"{side}_{name}", None)
-            for name, tensor in zip(KEPT[how], result, strict=False):
-                state[f"{side}_{name}"] = tensor
-        state["damping"] = job.damping
 
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
         """Whether both averages are there for a layer of this shape, and a metric."""
@@ -164,6 +160,13 @@ class Kronecker(Curvature):
         bases = [basis[0] if basis else None for _, *basis in found]
         inputs, outputs, damped = self.damped(values, pair, state["damping"])
         return Spectrum(inputs, outputs, lambda v: to_basis(v, *bases), outer(*values), damped)
+
+
+def _keep(state: CurvatureState, side: str, how: How, result: Sequence[Tensor]) -> None:
+    for name in ALL_KEPT:  # of the last refresh
+        state.pop(f"{side}_{name}", None)
+    for name, tensor in zip(KEPT[how], result, strict=False):
+        state[f"{side}_{name}"] = tensor
 
 
 class FactoredKronecker(Kronecker):
