@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fop
-from fop.linalg import device
+from fop.linalg import treat_as_accelerator
 from fop_bench.models.resnet import BasicBlock, Bottleneck, ResNet, _projection, _small_stem
 
 LIBRARY = str(Path(fop.__file__).parent)
@@ -123,8 +123,7 @@ def kernels_per_layer(
 ) -> tuple[int, float]:
     """Of a plain step on the accelerator path: preconditioned layers, and kernels for each."""
     optimizer = kind(model)
-    host, device.HOST_DEVICES = device.HOST_DEVICES, set()
-    try:
+    with treat_as_accelerator():
         for number in range(1, 4):  # the third is plain
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -134,8 +133,6 @@ def kernels_per_layer(
             else:
                 with counter:
                     optimizer.step()
-    finally:
-        device.HOST_DEVICES = host
     layers = len(fop.diagnostics(optimizer))
     return layers, counter.count / layers
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fop
-from fop.curvature.base import LARGEST_GROWTH, moving_average
+from fop.curvature.base import LARGEST_GROWTH, update_averages
+from fop.linalg import Dense
 from tests.common import train
 
 FOUND = load_digits()
@@ -110,8 +111,7 @@ def averages(sizes: list[float], decay: float = 0.5) -> list[float]:
     state: dict[str, Any] = {}
     matrix, found = torch.eye(3).unsqueeze(0), []
     for size in sizes:
-        mean = lambda m: m.diagonal(dim1=-2, dim2=-1).mean(-1)  # noqa: E731
-        moving_average(state, "factor", matrix * size, mean, decay)
+        update_averages(state, {"factor": Dense(matrix * size)}, decay)
         found.append(float(state["factor"][0, 0, 0]))
     return found
 

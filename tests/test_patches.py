@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fop.layers import patches as module
 from fop.layers.patches import Patches
-from fop.linalg import Gram, blocked
-from fop.linalg.blocked import Storage
+from fop.linalg import STORAGE, Gram
 from fop.linalg.gram import columns
 
 DOUBLE = torch.float64
@@ -106,11 +105,11 @@ def test_the_moment_of_written_out_patches(
 
 @pytest.mark.parametrize("block", [3, 128])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_moment_by_lags(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "STORAGE", Storage(dense_block=block))
+def test_the_moment_by_lags(seed: int, block: int) -> None:
     patches, x = geometry(seed, unit_stride=True)
     expected = moment(gathered(patches, x))
-    found = written(expected, lambda gram: patches._moment_by_lags(x, gram))
+    with STORAGE.changed(dense_block=block):
+        found = written(expected, lambda gram: patches._moment_by_lags(x, gram))
     assert torch.allclose(found, expected)
 
 

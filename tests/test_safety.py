@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fop
 from fop import linalg
-from fop.linalg import Dense, device
+from fop.linalg import Dense, treat_as_accelerator
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 
@@ -34,10 +35,10 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.fixture(params=["host", "accelerator"])
-def any_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def any_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Changes are masked where the host would have to wait for the device."""
-    if request.param == "accelerator":
-        monkeypatch.setattr(device, "HOST_DEVICES", set())
+    with treat_as_accelerator() if request.param == "accelerator" else nullcontext():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ def any_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     ids=str,
 )
 @pytest.mark.parametrize("clip", [None, 0.1])
+@treat_as_accelerator()
 def test_a_steady_step_reads_nothing_from_the_device(
-    settings: dict[str, Any], clip: float | None, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], clip: float | None
 ) -> None:
-    monkeypatch.setattr(device, "HOST_DEVICES", set())
     model = cnn()
     optimizer = fop.FOP(model, update_every=5, **settings)
     refreshes = []
@@ -174,10 +175,10 @@ def psd(*eigenvalues: float) -> Tensor:
 
 def test_inverses_and_eigenbases_are_right_where_all_is_well() -> None:
     factor, shift = psd(3.0, 1.0, 0.2), torch.tensor([0.1], dtype=torch.float64)
-    inverse = linalg.damped_solvers([Dense(factor)], [shift])[0]
+    (inverse,) = linalg.decomposed([Dense(factor)], ["inverse"], [shift])[0] or (None,)
     assert inverse is not None
-    assert torch.allclose(inverse.values @ (factor + 0.1 * torch.eye(3)), torch.eye(3).double())
-    pair = linalg.eigenbases([Dense(factor)])[0]
+    assert torch.allclose(inverse @ (factor + 0.1 * torch.eye(3)), torch.eye(3).double())
+    pair = linalg.decomposed([Dense(factor)], ["eigenbasis"], [shift])[0]
     assert pair is not None
     values, vectors = pair
     assert torch.allclose(vectors @ torch.diag_embed(values) @ vectors.mT, factor)
@@ -186,23 +187,23 @@ def test_inverses_and_eigenbases_are_right_where_all_is_well() -> None:
 def test_a_matrix_too_ill_conditioned_for_float32_is_inverted_in_float64() -> None:
     wide = psd(1e6, 1.0, 0.0, 0.0)
     shift = torch.tensor([1e-5])
-    inverse = linalg.damped_solvers([Dense(wide.float())], [shift])[0]
+    (inverse,) = linalg.decomposed([Dense(wide.float())], ["inverse"], [shift])[0] or (None,)
     assert inverse is not None
-    assert inverse.values.dtype == torch.float32
-    assert inverse.values.isfinite().all()
+    assert inverse.dtype == torch.float32
+    assert inverse.isfinite().all()
 
 
 def test_an_indefinite_matrix_is_inverted_with_more_damping() -> None:
     factor, shift = Dense(psd(1.0, 0.5, -0.05)), torch.tensor([0.01], dtype=torch.float64)
-    inverse = linalg.damped_solvers([factor], [shift])[0]
+    (inverse,) = linalg.decomposed([factor], ["inverse"], [shift])[0] or (None,)
     assert inverse is not None
-    assert torch.linalg.eigvalsh(inverse.values).min() > 0
+    assert torch.linalg.eigvalsh(inverse).min() > 0
 
 
 def test_a_hopeless_matrix_is_given_up() -> None:
     factor = torch.full((1, 3, 3), math.nan)
-    assert linalg.damped_solvers([Dense(factor)], [torch.tensor([0.1])]) == [None]
-    assert linalg.eigenbases([Dense(factor)]) == [None]
+    for how in ("inverse", "eigenbasis"):
+        assert linalg.decomposed([Dense(factor)], [how], [torch.tensor([0.1])]) == [None]
 
 
 DECOMPOSITIONS = {"factored": "cholesky_ex", "exact": "eigh"}

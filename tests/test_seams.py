@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -84,8 +84,8 @@ class RunningSquares(Curvature):
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
         return True
 
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
-        return ElementwiseMetric(torch.cat([s["mean_square"] for s in states]).sqrt() + 1e-8)
+    def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
+        return ElementwiseMetric(state["mean_square"].sqrt() + 1e-8)
 
 
 @dataclass

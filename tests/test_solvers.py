@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +14,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fop
 from fop import linalg
-from fop.linalg import Blocked, Dense, Diagonal, Factor, blocked, decompose, device
-from fop.linalg.blocked import Storage
+from fop.linalg import Blocked, Dense, Diagonal, Factor
 from tests.common import cnn, distance, images, mlp, points, same, snapshot, train
 
 BOTH = pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def packed() -> Iterator[None]:
     """Every factor, as if it were wide; inverted, though, because it is not."""
-    monkeypatch.setattr(blocked, "STORAGE", Storage(packed_from=1, block=4))
+    with linalg.STORAGE.changed(packed_from=1, block=4):
+        yield
 
 
 @pytest.fixture
-def cholesky(packed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def cholesky(packed: None) -> Iterator[None]:
     """Every factor packed, and solved with."""
-    monkeypatch.setattr(decompose, "SOLVE_OVERHEAD", 0)
+    with linalg.STORAGE.changed(solve_overhead=0):
+        yield
 
 
 def grouped() -> nn.Sequential:
@@ -103,12 +105,12 @@ def test_cholesky_factors_resume_bit_for_bit(kind: Any) -> None:
 
 
 @pytest.mark.usefixtures("cholesky")
-def test_a_layer_may_change_from_one_form_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_may_change_from_one_form_to_the_other() -> None:
     model, (x, y) = mlp(), points()
     optimizer = fop.FOP(model, update_every=1)
     for overhead, expected in ((500, "inverse"), (0, "cholesky"), (500, "inverse")):
-        monkeypatch.setattr(decompose, "SOLVE_OVERHEAD", overhead)
-        train(model, optimizer, [(x, y)])
+        with linalg.STORAGE.changed(solve_overhead=overhead):
+            train(model, optimizer, [(x, y)])
         assert forms(optimizer) == {f"input_{expected}", f"output_{expected}"}
 
 
@@ -156,11 +158,11 @@ def test_a_cholesky_factorisation_that_fails_is_tried_again() -> None:
     indefinite = Blocked.from_dense(
         torch.diag_embed(torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.5, -0.05]]))
     )
-    found = linalg.damped_solvers([indefinite], [torch.tensor([0.01])], [True])[0]
+    (found,) = linalg.decomposed([indefinite], ["cholesky"], [torch.tensor([0.01])])[0] or (None,)
     assert found is not None
-    assert (found.diagonal() > 0).all()
+    assert (linalg.Cholesky(found, 6).diagonal() > 0).all()
     hopeless = indefinite.like(torch.full_like(indefinite.values, float("nan")))
-    assert linalg.damped_solvers([hopeless], [torch.tensor([0.01])], [True]) == [None]
+    assert linalg.decomposed([hopeless], ["cholesky"], [torch.tensor([0.01])]) == [None]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -208,21 +210,19 @@ def test_decompositions_of_equal_shapes_may_be_made_together(
     factors.append(Diagonal(matrices[0].diagonal(dim1=-2, dim2=-1).clone()))
     shifts = [torch.full((len(f.values),), 0.1 * i + 0.1).double() for i, f in enumerate(factors)]
 
-    def both() -> list[list[Any]]:
-        inverses = [found and found.values for found in linalg.damped_solvers(factors, shifts)]
-        return [inverses, linalg.eigenbases(factors)]
-
-    alone = both()
+    hows: tuple[linalg.How, linalg.How] = ("inverse", "eigenbasis")
+    alone = [
+        [linalg.decomposed([f], [how], [s])[0] for f, s in zip(factors, shifts, strict=True)]
+        for how in hows
+    ]
     calls = []
     original = torch.linalg.cholesky_ex
-    monkeypatch.setattr(device, "HOST_DEVICES", set())
     monkeypatch.setattr(
         torch.linalg, "cholesky_ex", lambda *a, **k: (calls.append(len(a[0])), original(*a, **k))[1]
     )
-    together = both()
+    together = [linalg.decomposed(factors, [how] * len(factors), shifts) for how in hows]
     assert calls[:2] == [5, 1]  # one call for the inverses of width 5
     for found, wanted in zip(together, alone, strict=True):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-            parts = [] if one is None else [one] if isinstance(one, Tensor) else one
-            assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in parts)
+            assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in one or ())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fop.context import Context
+from fop.curvature.base import StackedState
 from fop.distributed import Batch, Updates
 from fop.layer import Layer, Parts, from_matrices, stacks, to_matrices
 from fop.projection import Coefficients, fop_update
@@ -19,18 +20,23 @@ def gradients(
     stack: Sequence[Layer], batch: Batch, loss_scale: LossScale | None, *, halves: bool
 ) -> tuple[Tensor, Tensor | None]:
     """a and d [L groups, o, i] of layers of one shape; no d where a half-batch is empty."""
-    average = to_matrices(stack, [unscaled(batch.average(layer), loss_scale) for layer in stack])
-    differences = [batch.difference(layer) for layer in stack] if halves else []
-    known = [parts for parts in differences if parts is not None]
-    if len(known) < len(stack):
-        return average, None
-    sizes = [batch.half_sizes(layer) for layer in stack]
-    first: Number = sizes[0][0]
-    second: Number = sizes[0][1]
+    averages: list[Parts] = []
+    differences: list[Parts] = []
+    sizes: list[tuple[Number, Number]] = []
+    for layer in stack:
+        averages.append(batch.average(layer))
+        if halves and (difference := batch.difference(layer)) is not None:
+            differences.append(difference)
+            sizes.append(batch.half_sizes(layer))
+    average = to_matrices(stack, averages)
+    if len(differences) < len(stack):
+        return unscaled([average], loss_scale)[0], None
+    d, rescale = to_matrices(stack, differences), batch.rescaling(stack)
+    average = unscaled([average], loss_scale)[0]
+    first, second = sizes[0]
     if isinstance(first, Tensor):
         first, second = (torch.stack(numbers) for numbers in zip(*sizes, strict=True))
-    difference = to_matrices(stack, known)
-    return average, half_difference(average, difference, first, second, batch.rescaling(stack))
+    return average, half_difference(average, d, first, second, rescale)
 
 
 @dataclass
@@ -76,13 +82,15 @@ class Directions:
         average, difference = gradients(stack, self.batch, context.loss_scale, halves=halves)
         if halves and difference is None:
             self.context.messages.no_halves(stack, *self.batch.half_sizes(first))
-        curvature = first.curvature
+        curvature, state = first.curvature, context.state
         if curvature.requires.gradients:
             for layer, gradient in zip(stack, average.chunk(len(stack)), strict=True):
-                self.context.state[layer.weight]  # exists from now on: a defaultdict, as torch's
-                curvature.watch(layer.state_in(self.context.state), gradient)
-        own = [layer.state_in(self.context.state) for layer in stack]
-        metric = curvature.metric(own, first.sample.shape)
+                state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
+                curvature.watch(layer.state_in(state), gradient)
+        own = [layer.state_in(state) for layer in stack]
+        metric = curvature.metric(
+            StackedState(own, average) if len(own) > 1 else own[0], first.sample.shape
+        )
         options = settings.beta, settings.eta, settings.total_weight
         update, found = fop_update(average, difference, metric, *options, layers=len(stack))
         lr = self.context.options[first.weight]["reference_lr"]

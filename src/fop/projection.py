@@ -136,22 +136,21 @@ def fop_update(
     d is overwritten: few matrices are to be alive at a time.
     """
     in_basis = metric.to_basis(a)
-    p = None
-    s = torch.zeros(layers, dtype=a.dtype, device=a.device)
-    if d is not None:
+    if d is None:
+        solved = metric.solve(in_basis)
+        q = inner(in_basis, solved, layers)
+        s = weight = D = E = torch.zeros_like(q)
+    else:
         other = metric.to_basis(d)
         product, by_basis = metric.fisher_product(a, in_basis)
         pair = (in_basis, other) if by_basis else (a, d)
-        along = [inner(v, product, layers) for v in pair]
-        s = projection_scalar(along[0], along[1])
+        a_along, d_along = [inner(v, product, layers) for v in pair]
+        s = projection_scalar(a_along, d_along)
         p = other.addcmul_(in_basis, spread(s, other), value=-1)
         del d, other, product, pair
-    solved = metric.solve(in_basis)
-    q = inner(in_basis, solved, layers)
-    weight = D = E = torch.zeros_like(q)
-    if p is not None:
-        solved_p = metric.solve(p)
-        D, E = inner(in_basis, solved_p, layers), inner(p, solved_p, layers)
+        solved, solved_p = metric.solve(in_basis), metric.solve(p)
+        q, D = inner(in_basis, solved, layers), inner(in_basis, solved_p, layers)
+        E = inner(p, solved_p, layers)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
         solved.addcmul_(solved_p, spread(weight, solved))
     step = optimal_eta(q, D, E, weight, k) if eta == "adaptive" else torch.full_like(q, eta)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+
+from torch import Tensor
 
 from fop.capture import Statistics, gradient_ratios
 from fop.context import Context
 from fop.curvature import Curvature
 from fop.curvature.base import LAST_SIZE, CurvatureState, RefreshJob
 from fop.distributed import Batch, Counts
-from fop.layer import Layer, State
+from fop.layer import Layer
 from fop.linalg import all_finite, on_host
 from fop.rules import Feedback
 from fop.scaling import to_means
@@ -32,21 +34,30 @@ def refresh(
     empty = [layer for layer in layers if 0 in (counts[layer].first, counts[layer].second)]
     if empty and context.settings.needs_halves:
         messages.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
-    owned = [layer for layer in layers if ranks.owns(layer)]
-    fresh = [(layer, batch.moments(layer, counts[layer])) for layer in owned]
-    for layer, moments in fresh:
-        _to_means(context, layer, moments)
+    fresh: Fresh = []
+    bounds: list[Tensor] = []
     for layer in layers:
+        if ranks.owns(layer):
+            moments = batch.moments(layer, counts[layer])
+            _to_means(context, layer, moments)
+            bounds += moments.bounds()
+            fresh.append((layer, moments))
         layer.drop_moments()
     # Sums that are finite on each rank may not be so together, or once they are scaled.
-    bounds = [bound for _, moments in fresh for bound in moments.bounds()]
     overflow = bool(bounds) and not bool(all_finite(bounds))
+    # All are refreshed together, for one host read, unless that costs nothing. Then one at a time:
+    # its sums go and a decomposition replaces its predecessor before the next needs memory.
+    at_once = 1 if all(map(on_host, bounds)) else len(fresh)
+    bounds.clear()  # views of the sums
     if ranks.any_rank([overflow])[0]:
         return [], True
     shares = {x: share for x in layers if (share := x.recorder.take_unaccounted()) is not None}
     if shares:
         messages.unaccounted(shares)
-    failed = _update_and_refresh(context, fresh)
+    failed: list[Layer] = []
+    while fresh:
+        some, fresh[:at_once] = fresh[:at_once], []
+        failed += _update_and_refresh(context, some)
     if failed:
         messages.not_inverted(failed)
     return failed, False
@@ -70,27 +81,23 @@ def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
 
 
 def _update_and_refresh(context: Context, fresh: Fresh) -> list[Layer]:
-    """Batches into moving averages, and those into metrics; the layers where that failed.
-
-    The list is emptied.
-    """
-    settings, state, failed = context.settings, context.state, []
+    """Batches into moving averages, and those into metrics; the layers where that failed."""
+    settings, state = context.settings, context.state
     uses = settings.interval(context.number)  # steps that a metric will serve on
-    for some in _rounds(fresh):
-        jobs: dict[Curvature, list[tuple[Layer, RefreshJob]]] = {}
-        for layer, moments in some:
-            state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
-            own = layer.state_in(state)
-            layer.curvature.update(own, moments, settings.factor_decay)
-            damping = _damping(context, layer, own)
-            job = RefreshJob(own, layer.sample.shape, damping, uses)
-            jobs.setdefault(layer.curvature, []).append((layer, job))
-        unsuccessful = []
-        for curvature, pairs in jobs.items():
-            done = curvature.refresh([job for _, job in pairs])
-            unsuccessful += [x for (x, _), fine in zip(pairs, done, strict=True) if not fine]
-        _restart(unsuccessful, dict(some), state)
-        failed += unsuccessful
+    jobs: dict[Curvature, list[tuple[Layer, RefreshJob]]] = {}
+    for layer, moments in fresh:
+        state[layer.weight]  # exists from now on: state is a defaultdict, as torch's
+        own = layer.state_in(state)
+        layer.curvature.update(own, moments, settings.factor_decay)
+        damping = _damping(context, layer, own)
+        job = RefreshJob(own, layer.sample.shape, damping, uses)
+        jobs.setdefault(layer.curvature, []).append((layer, job))
+    failed: list[Layer] = []
+    for curvature, pairs in jobs.items():
+        done = curvature.refresh([job for _, job in pairs])
+        failed += [layer for (layer, _), fine in zip(pairs, done, strict=True) if not fine]
+    for layer in failed:
+        _restart(layer, dict(fresh)[layer], layer.state_in(state))
     return failed
 
 
@@ -107,41 +114,23 @@ def _damping(context: Context, layer: Layer, own: CurvatureState) -> float:
     return float(context.settings.damping_rule(feedback))
 
 
-def _rounds(fresh: Fresh) -> Iterator[Fresh]:
-    """What to refresh together: all, for one host read, unless that costs nothing.
-
-    One at a time, sums go and a decomposition replaces its predecessor before the next needs
-    memory.
-    """
-    one_by_one = all(on_host(layer.weight) for layer, _ in fresh)
-    while fresh:
-        count = 1 if one_by_one else len(fresh)
-        some, fresh[:count] = fresh[:count], []
-        yield some
-
-
-def _restart(failed: list[Layer], fresh: Mapping[Layer, Statistics], state: State) -> None:
+def _restart(layer: Layer, moments: Statistics, own: CurvatureState) -> None:
     """Start moving averages again that hold something non-finite, which would never fade."""
-    for layer in failed:
-        own, entries = layer.state_in(state), layer.curvature.entries
-        averages = [key for key in entries if key + LAST_SIZE in entries and key in own]
-        if not bool(all_finite([own[key] for key in averages])):
-            for key in averages:
-                del own[key]
-            layer.curvature.update(own, fresh[layer], 0.0)
+    entries = layer.curvature.entries
+    averages = [key for key in entries if key + LAST_SIZE in entries and key in own]
+    if not bool(all_finite([own[key] for key in averages])):
+        for key in averages:
+            del own[key]
+        layer.curvature.update(own, moments, 0.0)
 
 
-def phases(costs: Sequence[float], interval: int) -> tuple[int, ...]:
+@lru_cache(maxsize=32)
+def phases(costs: tuple[float, ...], interval: int) -> tuple[int, ...]:
     """For each layer, by how many steps its refreshes come after the start of an interval.
 
     Work is spread evenly: costliest first, each to the step with the least work so far; of equal
     ones, the first. A pure function of costs and interval: a resumed run finds the same.
     """
-    return _phases(tuple(costs), interval)
-
-
-@lru_cache(maxsize=32)
-def _phases(costs: tuple[float, ...], interval: int) -> tuple[int, ...]:
     work: dict[int, float] = dict.fromkeys(range(min(interval, len(costs))), 0.0)
     chosen = [0] * len(costs)
     for layer in sorted(range(len(costs)), key=lambda layer: (-costs[layer], layer)):

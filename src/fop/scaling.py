@@ -85,7 +85,7 @@ def to_means(
     per_example = examples / ranks if reduction == "mean" else 1.0
     quadratic = []
     if sums.inputs is not None and sums.outputs is not None:
-        sums.inputs.mul_(1.0 / examples)
+        sums.inputs.values.mul_(1.0 / examples)
         quadratic.append((sums.outputs.values, rows if sharing == "expand" else examples))
     if sums.squares is not None:
         quadratic.append((sums.squares, examples))

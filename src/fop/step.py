@@ -103,7 +103,7 @@ class Engine:
         self._next_step = next_step
         interval, offsets = self.settings.interval(next_step), [0] * len(self.layers)
         if self.settings.schedule["stagger"]:
-            offsets = list(phases([refresh_cost(layer.work) for layer in self.layers], interval))
+            offsets = list(phases(tuple(refresh_cost(x.work) for x in self.layers), interval))
         self.plan.examples.forget()
         for layer, offset in zip(self.layers, offsets, strict=True):
             recorder = layer.recorder
@@ -195,7 +195,8 @@ class Engine:
         if with_moments and not retry:
             failed, retry = refresh(context, with_moments, counts, batch)
         for layer in layers:
-            layer.drop_moments()
+            if layer.sample.statistics.passes:  # recorded, but of no use on this step
+                layer.drop_moments()
         usable = {layer: self._usable(layer, state) for layer in layers}
         host = on_host(finite)
         directions = Directions(context, batch, usable, host)

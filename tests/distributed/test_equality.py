@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import fop
-from fop.linalg import blocked, decompose
-from fop.linalg.blocked import Storage
+from fop.linalg import STORAGE
 from tests import oracles
 from tests.common import distance, snapshot
 from tests.distributed.launch import Check, Rank, run
@@ -56,10 +55,8 @@ def packed_factors(rank: Rank) -> None:
     """As wide layers have them; the one process has dense ones."""
     for kind in KINDS:
         expected, _ = alone(rank, kind, sizes(rank))
-        for overhead in (0, decompose.SOLVE_OVERHEAD):  # by Cholesky factors, and by inverses
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(blocked, "STORAGE", Storage(packed_from=1, block=4))
-                patch.setattr(decompose, "SOLVE_OVERHEAD", overhead)
+        for overhead in (0, STORAGE.solve_overhead):  # by Cholesky factors, and by inverses
+            with STORAGE.changed(packed_from=1, block=4, solve_overhead=overhead):
                 for strategy in strategies(rank):
                     found, _ = together(rank, kind, sizes(rank), strategy=strategy)
                     assert_same(found, expected)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fop
 from fop.distributed import group
-from fop.linalg import device
+from fop.linalg import treat_as_accelerator
 from tests.common import same
 from tests.distributed.launch import Check, Rank, run, start_context
 from tests.distributed.models import batches, net
@@ -203,12 +203,9 @@ def a_step_without_any_gradient_does_nothing(rank: Rank) -> None:
 
 def the_masked_way_skips_too(rank: Rank) -> None:
     """That of accelerators, where plain steps read nothing on the host."""
-    device.HOST_DEVICES.clear()
-    try:
+    with treat_as_accelerator():
         a_rank_without_gradients_makes_all_skip(rank)
         a_rank_that_runs_no_backward_makes_all_skip(rank)
-    finally:
-        device.HOST_DEVICES.add("cpu")
 
 
 CHECKS: tuple[Check, ...] = (

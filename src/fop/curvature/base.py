@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fop.capture import Eigenbasis, Statistics
 from fop.entries import AnyEntry, Entry
-from fop.projection import Metric
+from fop.linalg import Factor
+from fop.projection import Metric, spread
 
 # By how much a batch may exceed what is usual before it counts for less. Batches of ordinary
 # training differ by less, and with the usual decay of 0.95 a bounded one adds half of the average.
@@ -83,8 +84,8 @@ class Curvature(ABC):
         """Whether `metric` can be had for a layer of this shape."""
 
     @abstractmethod
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
-        """Of layers of one shape, stacked along dimension 0; their states have the same entries."""
+    def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
+        """Of a layer, or of several of one shape whose entries are stacked along dimension 0."""
 
     def mean_eigenvalue(self, state: CurvatureState, shape: Shape) -> Tensor | None:
         """tr F / dim F, 0-dimensional, for rules of damping; None where it is not known."""
@@ -95,69 +96,81 @@ class Curvature(ABC):
         return None
 
 
-def stacked(states: Sequence[CurvatureState], name: str) -> Tensor:
-    """One entry of several layers along dimension 0.
+def averaged(entries: Mapping[str, Entry]) -> dict[str, AnyEntry]:
+    """All that `update_averages` keeps, for averages that are such entries."""
+    sizes = {name + LAST_SIZE: Entry(lambda size: [(size[0],)], low=0.0) for name in entries}
+    return {**entries, **sizes}
 
-    From the first time on, the entries are views of what is returned, so that nothing is copied
-    again until one of them is replaced.
+
+def update_averages(state: CurvatureState, batches: Mapping[str, Factor], decay: float) -> None:
+    """Take a batch's matrices into the averages under their names; the first become them.
+
+    The average forgets slowly, so one bad batch must not enlarge it much: a batch counts at most as
+    if its mean eigenvalue [groups] were LARGEST_GROWTH times that of the average, or of the batch
+    before. Growth that lasts therefore comes in, one batch later.
     """
-    tensors: list[Tensor] = [state[name] for state in states]
-    if len(tensors) == 1:
-        return tensors[0]
-    base, end = tensors[0]._base, 0
-    if base is not None and len(base) == sum(map(len, tensors)):
-        row = base.stride(0)
-        for tensor in tensors:
-            if tensor._base is not base or tensor.storage_offset() != end * row:
-                break
-            end += len(tensor)
-        else:
-            return base
-    base = torch.cat(tensors)
-    views = base.split([len(tensor) for tensor in tensors])
-    for state, view in zip(states, views, strict=True):
-        state[name] = view
-    return base
+    for name, batch in batches.items():
+        average, last, now = state.get(name), state.get(name + LAST_SIZE), batch.mean_eigenvalue()
+        state[name + LAST_SIZE] = now
+        if average is None or average.shape != batch.values.shape:
+            state[name] = batch.values
+            continue
+        before = batch.like(average).mean_eigenvalue()
+        largest = LARGEST_GROWTH * (before if last is None else torch.maximum(before, last))
+        # An average of zeros does not tell what is large.
+        share = torch.where((now > largest) & (before > 0), largest / now, 1.0)
+        weight = (1 - decay) * share.reshape(-1, *(1,) * (average.dim() - 1))
+        average.mul_(decay).addcmul_(batch.values, weight)
 
 
-def stacked_damping(states: Sequence[CurvatureState], groups: int, like: Tensor) -> Tensor | float:
-    """lambda of each of the stacked layers, to be broadcast over matrices [L groups, o, i]."""
-    values = [float(state["damping"]) for state in states]
-    if len(set(values)) == 1:
-        return values[0]
-    spread = [value for value in values for _ in range(groups)]
-    return torch.tensor(spread, dtype=like.dtype, device=like.device).reshape(-1, 1, 1)
+class StackedState(Mapping[str, Any]):
+    """The states of L layers of one shape with the same entries, read as one.
 
-
-def averaged(name: str, entry: Entry) -> dict[str, AnyEntry]:
-    """All that `moving_average` keeps under a name, whose average is such an entry."""
-    return {name: entry, name + LAST_SIZE: Entry(lambda size: [(size[0],)], low=0.0)}
-
-
-def moving_average(
-    state: CurvatureState,
-    name: str,
-    batch: Tensor,
-    size: Callable[[Tensor], Tensor],
-    decay: float,
-) -> None:
-    """Take a batch's value [groups, ...] into the average under `name`; the first becomes it.
-
-    `size` gives the mean eigenvalue [groups]. The average forgets slowly, so one bad batch must not
-    enlarge it much: a batch counts at most as if it were LARGEST_GROWTH times as large as the
-    average, or as the batch before. Growth that lasts therefore comes in, one batch later.
+    Tensors [groups, ...] are stacked along dimension 0, [L groups, ...]. A number is one for all,
+    or a tensor [L groups, 1, 1] where it differs, to be broadcast over matrices [L groups, o, i]
+    such as `like`.
     """
-    average, last, now = state.get(name), state.get(name + LAST_SIZE), size(batch)
-    state[name + LAST_SIZE] = now
-    if average is None or average.shape != batch.shape:
-        state[name] = batch
-        return
-    before = size(average)
-    largest = LARGEST_GROWTH * (before if last is None else torch.maximum(before, last))
-    # An average of zeros does not tell what is large.
-    share = torch.where((now > largest) & (before > 0), largest / now, 1.0)
-    weight = (1 - decay) * share.reshape(-1, *(1,) * (batch.dim() - 1))
-    average.mul_(decay).addcmul_(batch, weight)
+
+    def __init__(self, states: Sequence[CurvatureState], like: Tensor) -> None:
+        self._states = states
+        self._like = like
+
+    def __getitem__(self, name: str) -> Any:
+        values = [state[name] for state in self._states]
+        if isinstance(values[0], Tensor):
+            return self._tensor(name, values)
+        if len(set(values)) == 1:
+            return values[0]
+        numbers = torch.tensor(values, dtype=self._like.dtype, device=self._like.device)
+        return spread(numbers, self._like)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states[0])
+
+    def __len__(self) -> int:
+        return len(self._states[0])
+
+    def _tensor(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """From the first time on, the layers' entries are views of what is returned.
+
+        So nothing is copied again until one of them is replaced.
+        """
+        base, end = tensors[0]._base, 0
+        if base is not None and len(base) == sum(map(len, tensors)):
+            for tensor in tensors:
+                if tensor._base is not base or tensor.storage_offset() != end * base.stride(0):
+                    break
+                end += len(tensor)
+            else:
+                return base
+        base = torch.cat(list(tensors))
+        views = base.split([len(tensor) for tensor in tensors])
+        for state, view in zip(self._states, views, strict=True):
+            state[name] = view
+        return base
 
 
 class PrefixedState(MutableMapping[str, Any]):

@@ -9,6 +9,7 @@ nothing of how entries depend on each other, which is most of what Kronecker fac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -21,19 +22,18 @@ from fop.curvature.base import (
     Shape,
     Spectrum,
     averaged,
-    moving_average,
-    stacked,
-    stacked_damping,
+    update_averages,
 )
 from fop.curvature.eigen import EigenMetric
 from fop.entries import AnyEntry, Entry, NumberEntry
+from fop.linalg import Diagonal
 from fop.projection import Metric
 
 
 class DiagonalFisher(Curvature):
     requires = Requires(squares=True)
     entries: Mapping[str, AnyEntry] = {
-        **averaged("squares", Entry(lambda size: [size], low=0.0)),
+        **averaged({"squares": Entry(lambda size: [size], low=0.0)}),
         "damping": NumberEntry(),
     }
 
@@ -42,7 +42,7 @@ class DiagonalFisher(Curvature):
 
     def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
         assert batch.squares is not None
-        moving_average(state, "squares", batch.squares, _mean, decay)
+        update_averages(state, {"squares": Diagonal(batch.squares)}, decay)
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         for job in jobs:
@@ -53,10 +53,8 @@ class DiagonalFisher(Curvature):
         squares = state.get("squares")
         return "damping" in state and squares is not None and tuple(squares.shape[1:]) == shape
 
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
-        squares = stacked(states, "squares")
-        damping = stacked_damping(states, len(squares) // len(states), squares)
-        return EigenMetric(squares, None, None, damping)
+    def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
+        return EigenMetric(state["squares"], None, None, state["damping"])
 
     def mean_eigenvalue(self, state: CurvatureState, shape: Shape) -> Tensor:
         mean: Tensor = state["squares"].mean()
@@ -66,7 +64,3 @@ class DiagonalFisher(Curvature):
         fisher = state["squares"].double()
         damped = fisher + state["damping"]
         return Spectrum(damped.amax(1), damped.amax(2), lambda v: v.clone(), fisher, damped)
-
-
-def _mean(squares: Tensor) -> Tensor:
-    return squares.mean((-2, -1))

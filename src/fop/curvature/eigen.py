@@ -8,110 +8,58 @@ Example: A = G = [[2]] and lambda = 1 give F = 4, M = 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from fop.curvature.base import (
-    CurvatureState,
-    RefreshJob,
-    Shape,
-    Spectrum,
-    stacked,
-    stacked_damping,
-)
-from fop.curvature.kronecker import COLUMNS, FACTORS, ROWS, Kronecker, stored_factors
-from fop.entries import AnyEntry, Entry, NumberEntry
-from fop.linalg import Diagonal, Factor, eigenbases
+from fop.curvature.base import CurvatureState, RefreshJob, Shape
+from fop.curvature.kronecker import FACTORS, SIDES, Kronecker, Pair, of_sides, outer, to_basis
+from fop.entries import AnyEntry, NumberEntry
+from fop.linalg import How
 from fop.projection import Metric
 
-
-def _diagonal(side: int) -> Entry:
-    return Entry(lambda size: [(size[0], size[side])], low=0.0)
-
-
-def _square(side: int) -> Entry:
-    return Entry(lambda size: [(size[0], size[side], size[side])])
+# Of the mean eigenvalue: what is added to the diagonal where the iteration for eigenvectors fails.
+RETRY_SHIFT = 1e-6
 
 
 class EigenKronecker(Kronecker):
     entries: Mapping[str, AnyEntry] = {
         **FACTORS,
-        "input_eigenvalues": _diagonal(COLUMNS),
-        "input_basis": _square(COLUMNS),
-        "output_eigenvalues": _diagonal(ROWS),
-        "output_basis": _square(ROWS),
+        **of_sides("eigenvalues", lambda groups, width: [(groups, width)], low=0.0),
+        **of_sides("basis", lambda groups, width: [(groups, width, width)]),
         "damping": NumberEntry(),
     }
 
-    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
-        names = ("input", "output")
-        factors = [factor for job in jobs for factor in stored_factors([job.state], job.shape)]
-        bases = eigenbases(factors)
-        outcome = []
-        for index, job in enumerate(jobs):
-            found = dict(zip(names, bases[2 * index : 2 * index + 2], strict=True))
-            outcome.append(all(pair is not None for pair in found.values()))
-            if outcome[-1]:
-                for name, pair in found.items():
-                    assert pair is not None
-                    # A diagonal factor is its own eigenbasis and has none to keep.
-                    job.state.pop(f"{name}_basis", None)
-                    keys = (f"{name}_eigenvalues", f"{name}_basis")
-                    job.state.update(zip(keys, pair, strict=False))
-                job.state["damping"] = job.damping
-        return outcome
+    def plan(self, pair: Pair, job: RefreshJob) -> tuple[list[How], list[Tensor]]:
+        shifts = [factor.mean_eigenvalue() * RETRY_SHIFT for factor in pair]
+        return ["eigenbasis", "eigenbasis"], shifts
+
+    def damped(self, values: list[Tensor], pair: Pair, damping: float) -> tuple[Tensor, ...]:
+        return *values, outer(*values) + damping
 
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
-        return super().ready(state, shape) and all(
-            _has_basis(state, name, factor, width)
-            for name, factor, width in zip(
-                ("input", "output"), stored_factors([state], shape), reversed(shape), strict=True
-            )
-        )
+        if not super().ready(state, shape):
+            return False
+        for side, axis in SIDES:
+            eigenvalues, basis = state.get(f"{side}_eigenvalues"), state.get(f"{side}_basis")
+            if eigenvalues is None or eigenvalues.shape[-1] != shape[axis]:
+                return False
+            if basis is None:
+                if state[f"{side}_factor"].dim() != 2:  # only a diagonal factor has none
+                    return False
+            elif basis.shape[-1] != shape[axis]:
+                return False
+        return True
 
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
-        of_outputs = stacked(states, "output_eigenvalues").unsqueeze(-1)
-        eigenvalues = of_outputs * stacked(states, "input_eigenvalues").unsqueeze(-2)
-        damping = stacked_damping(states, len(eigenvalues) // len(states), eigenvalues)
-        return EigenMetric(eigenvalues, *stacked_basis(states), damping)
+    def eigenvalues(self, state: Mapping[str, Any]) -> Tensor:
+        """Of F, in the basis: [groups, o, i]."""
+        return outer(state["input_eigenvalues"], state["output_eigenvalues"])
 
-    def spectrum(self, state: CurvatureState, shape: Shape) -> Spectrum:
-        inputs, outputs = (f.to(dtype=torch.float64) for f in stored_factors([state], shape))
-        (input_values, *input_basis), (output_values, *output_basis) = (
-            factor.eigenbasis(torch.zeros_like(factor.mean_eigenvalue()))[0]
-            for factor in (inputs, outputs)
-        )
-        fisher = output_values.unsqueeze(-1) * input_values.unsqueeze(-2)
-        bases = [basis[0] if basis else None for basis in (input_basis, output_basis)]
-        damped = fisher + state["damping"]
-        return Spectrum(input_values, output_values, lambda v: to_basis(v, *bases), fisher, damped)
-
-
-def _has_basis(state: CurvatureState, name: str, factor: Factor, width: int) -> bool:
-    eigenvalues, basis = state.get(f"{name}_eigenvalues"), state.get(f"{name}_basis")
-    if eigenvalues is None or eigenvalues.shape[-1] != width:
-        return False
-    if basis is None:  # as it must be for a diagonal factor
-        return isinstance(factor, Diagonal)
-    return bool(basis.shape[-1] == width)
-
-
-def stacked_basis(states: Sequence[CurvatureState]) -> tuple[Tensor | None, Tensor | None]:
-    """U_A and U_G of stacked layers; None for diagonal factors."""
-    return _stacked_or_none(states, "input_basis"), _stacked_or_none(states, "output_basis")
-
-
-def _stacked_or_none(states: Sequence[CurvatureState], name: str) -> Tensor | None:
-    return stacked(states, name) if name in states[0] else None
-
-
-def to_basis(v: Tensor, input_basis: Tensor | None, output_basis: Tensor | None) -> Tensor:
-    """U_G^T v U_A"""
-    v = v if output_basis is None else output_basis.mT @ v
-    return v if input_basis is None else v @ input_basis
+    def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
+        bases = state.get("input_basis"), state.get("output_basis")
+        return EigenMetric(self.eigenvalues(state), *bases, state["damping"])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ measurement (the second refresh) the factors' eigenvalues stand in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -24,20 +26,19 @@ from fop.curvature.base import (
     Shape,
     Spectrum,
     averaged,
-    moving_average,
-    stacked,
-    stacked_damping,
+    update_averages,
 )
-from fop.curvature.eigen import EigenKronecker, EigenMetric, stacked_basis, to_basis
+from fop.curvature.eigen import EigenKronecker
+from fop.curvature.kronecker import to_basis
 from fop.entries import AnyEntry, Entry
-from fop.projection import Metric
+from fop.linalg import Diagonal
 
 
 class EigenCorrected(EigenKronecker):
     requires = Requires(factors=True, squares=True)
     entries: Mapping[str, AnyEntry] = {
         **EigenKronecker.entries,
-        **averaged("corrected_eigenvalues", Entry(lambda size: [size], low=0.0)),
+        **averaged({"corrected_eigenvalues": Entry(lambda size: [size], low=0.0)}),
     }
 
     def basis(self, state: CurvatureState) -> Eigenbasis | None:
@@ -48,7 +49,7 @@ class EigenCorrected(EigenKronecker):
     def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
         super().update(state, batch, decay)
         if batch.squares is not None:
-            moving_average(state, "corrected_eigenvalues", batch.squares, _mean, decay)
+            update_averages(state, {"corrected_eigenvalues": Diagonal(batch.squares)}, decay)
 
     def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
         # The bases that corrected eigenvalues were measured in. None where the matrix had another
@@ -74,12 +75,9 @@ class EigenCorrected(EigenKronecker):
         fitting = corrected is None or tuple(corrected.shape[-2:]) == shape
         return fitting and super().ready(state, shape)
 
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
-        if "corrected_eigenvalues" not in states[0]:
-            return super().metric(states, shape)
-        corrected = stacked(states, "corrected_eigenvalues")
-        damping = stacked_damping(states, len(corrected) // len(states), corrected)
-        return EigenMetric(corrected, *stacked_basis(states), damping)
+    def eigenvalues(self, state: Mapping[str, Any]) -> Tensor:
+        corrected: Tensor | None = state.get("corrected_eigenvalues")
+        return super().eigenvalues(state) if corrected is None else corrected
 
     def spectrum(self, state: CurvatureState, shape: Shape) -> Spectrum:
         found = super().spectrum(state, shape)
@@ -87,21 +85,20 @@ class EigenCorrected(EigenKronecker):
             return found
         # They belong to just the basis that they were measured in.
         fisher = state["corrected_eigenvalues"].double()
-        bases = [
-            None if basis is None else basis.double()
-            for basis in (state.get("input_basis"), state.get("output_basis"))
-        ]
-        factors = found.input_values, found.output_values
-        damped = fisher + state["damping"]
-        return Spectrum(*factors, lambda v: to_basis(v, *bases), fisher, damped)
+        stored = state.get("input_basis"), state.get("output_basis")
+        bases = [None if basis is None else basis.double() for basis in stored]
+        return replace(
+            found,
+            to_basis=lambda v: to_basis(v, *bases),
+            fisher=fisher,
+            damped=fisher + state["damping"],
+        )
 
 
 def carried_over(eigenvalues: Tensor, old: Eigenbasis, new: Eigenbasis) -> Tensor:
     """Diagonal of U diag(S) U^T in the new basis: (R_G^2) S (R_A^2)^T with R = U_new^T U_old."""
-    of_outputs, of_inputs = (
-        _overlaps(before, after)
-        for before, after in ((old.outputs, new.outputs), (old.inputs, new.inputs))
-    )
+    of_outputs = _overlaps(old.outputs, new.outputs)
+    of_inputs = _overlaps(old.inputs, new.inputs)
     carried = eigenvalues if of_outputs is None else of_outputs @ eigenvalues
     return carried if of_inputs is None else carried @ of_inputs.mT
 
@@ -112,7 +109,3 @@ def _overlaps(old: Tensor | None, new: Tensor | None) -> Tensor | None:
         only = new.mT if new is not None else old
         return None if only is None else only.square()
     return (new.mT @ old).square_()
-
-
-def _mean(eigenvalues: Tensor) -> Tensor:
-    return eigenvalues.mean((-2, -1))

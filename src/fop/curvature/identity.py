@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ class Identity(Curvature):
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
         return True
 
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
+    def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
         return _IdentityMetric()
 
 

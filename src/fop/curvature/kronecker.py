@@ -9,10 +9,11 @@ Example: A = [[4]], G = [[1]] and lambda = 1 give pi = 2 and M = (1 + 1/2) (4 + 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ from fop.curvature.base import (
     Shape,
     Spectrum,
     averaged,
-    moving_average,
-    stacked,
+    update_averages,
 )
 from fop.entries import AnyEntry, Entry, NumberEntry
 from fop.linalg import (
@@ -35,8 +35,8 @@ from fop.linalg import (
     Cholesky,
     Factor,
     Form,
-    Solver,
-    damped_solvers,
+    How,
+    decomposed,
     fits,
     from_state,
     on_host,
@@ -49,162 +49,174 @@ from fop.projection import Metric
 # A mean eigenvalue below this counts as this, so that a factor of zeros does not make pi infinite.
 SMALLEST_MEAN_EIGENVALUE = 1e-20
 
-# Which of a layer's size (groups, rows, columns) is the width of its output and its input factor.
-ROWS, COLUMNS = 1, 2
+# A and G: the name of each in a state, and which of a matrix's shape (o, i) is its width.
+SIDES = (("input", 1), ("output", 0))
+Pair = Sequence[Factor]  # A and G
 
-
-def factored_shifts(inputs: Factor, outputs: Factor, damping: float) -> tuple[Tensor, Tensor]:
-    """What to add to the diagonals of A and G: pi sqrt(lambda), sqrt(lambda) / pi [groups]."""
-    root = damping**0.5
-    # Roots before the quotient, which could overflow.
-    of_inputs, of_outputs = (
-        factor.mean_eigenvalue().clamp(min=SMALLEST_MEAN_EIGENVALUE).sqrt()
-        for factor in (inputs, outputs)
-    )
-    pi = of_inputs / of_outputs
-    return pi * root, root / pi
-
-
-def _factor(side: int) -> Entry:
-    return Entry(lambda size: state_shapes(size[0], size[side]))
-
-
-def _inverse(side: int) -> Entry:
-    """Dense, also where the factor is packed, or diagonal."""
-    return Entry(lambda size: [(size[0], size[side], size[side]), (size[0], size[side])])
-
-
-def _cholesky(side: int) -> Entry:
-    return Entry(lambda size: [Form(size[0], size[side]).shape])
-
-
-FACTORS: Mapping[str, AnyEntry] = {
-    **averaged("input_factor", _factor(COLUMNS)),
-    **averaged("output_factor", _factor(ROWS)),
+# What is kept of each decomposition, after the name of the side.
+KEPT: Mapping[How, Sequence[str]] = {
+    "inverse": ("inverse",),  # dense, also where the factor is packed, or diagonal
+    "cholesky": ("cholesky",),
+    "eigenbasis": ("eigenvalues", "basis"),  # a diagonal factor has no basis but the axes
 }
+ALL_KEPT = [name for names in KEPT.values() for name in names]
+
+
+def of_sides(
+    name: str, shapes: Callable[[int, int], list[tuple[int, ...]]], low: float = -math.inf
+) -> dict[str, Entry]:
+    """An entry for A and one for G, of shapes that depend on groups and width."""
+
+    def entry(axis: int) -> Entry:
+        return Entry(lambda size: shapes(size[0], size[1 + axis]), low)
+
+    return {f"{side}_{name}": entry(axis) for side, axis in SIDES}
+
+
+FACTORS = averaged(of_sides("factor", state_shapes))
+
+
+def factors(state: Mapping[str, Any], shape: Shape) -> list[Factor]:
+    """A and G of a layer, or of stacked ones."""
+    return [from_state(state[f"{side}_factor"], shape[axis]) for side, axis in SIDES]
+
+
+def factored_shifts(pair: Pair, damping: float) -> list[Tensor]:
+    """What to add to the diagonals of A and G: pi sqrt(lambda), sqrt(lambda) / pi [groups]."""
+    # Roots before the quotient, which could overflow.
+    of_inputs, of_outputs = [
+        factor.mean_eigenvalue().clamp(min=SMALLEST_MEAN_EIGENVALUE).sqrt() for factor in pair
+    ]
+    pi, root = of_inputs / of_outputs, damping**0.5
+    return [pi * root, root / pi]
+
+
+def to_basis(v: Tensor, input_basis: Tensor | None, output_basis: Tensor | None) -> Tensor:
+    """U_G^T v U_A; None is the identity."""
+    v = v if output_basis is None else output_basis.mT @ v
+    return v if input_basis is None else v @ input_basis
+
+
+def outer(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """Eigenvalues [groups, o, i] of G (x) A, from those of A and G."""
+    return outputs.unsqueeze(-1) * inputs.unsqueeze(-2)
 
 
 class Kronecker(Curvature):
-    """The moving averages of A and G, common to both ways of damping."""
+    """The moving averages of A and G and their decompositions; the way of damping is left open."""
 
     requires = Requires(factors=True)
 
+    @abstractmethod
+    def plan(self, pair: Pair, job: RefreshJob) -> tuple[list[How], list[Tensor]]:
+        """How to decompose A and G, and with which shifts."""
+
+    @abstractmethod
+    def damped(self, values: list[Tensor], pair: Pair, damping: float) -> tuple[Tensor, ...]:
+        """Eigenvalues of A and G as they are damped, and of M, from those of A and G."""
+
     def update(self, state: CurvatureState, batch: Statistics, decay: float) -> None:
-        for name, factor in zip(("input_factor", "output_factor"), batch.factors, strict=True):
-            moving_average(state, name, factor.values, partial(_mean_eigenvalue, factor), decay)
+        assert batch.inputs is not None
+        assert batch.outputs is not None
+        found = {"input_factor": batch.inputs, "output_factor": batch.outputs}
+        update_averages(state, found, decay)
+
+    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
+        matrices: list[Factor] = []
+        hows: list[How] = []
+        shifts: list[Tensor] = []
+        for job in jobs:
+            pair = factors(job.state, job.shape)
+            ways, amounts = self.plan(pair, job)
+            matrices += pair
+            hows += ways
+            shifts += amounts
+        found = list(zip(hows, decomposed(matrices, hows, shifts), strict=True))
+        outcome = []
+        for job, *both in zip(jobs, found[::2], found[1::2], strict=True):
+            outcome.append(None not in [result for _, result in both])
+            if outcome[-1]:
+                job.state["damping"] = job.damping
+                for (side, _), (how, result) in zip(SIDES, both, strict=True):
+                    _keep(job.state, side, how, result or ())
+        return outcome
 
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
         """Whether both averages are there for a layer of this shape, and a metric."""
-        return "damping" in state and all(
-            (values := state.get(f"{name}_factor")) is not None and fits(values, width)
-            for name, width in zip(("output", "input"), shape, strict=True)
-        )
+        for side, axis in SIDES:
+            values = state.get(f"{side}_factor")
+            if values is None or not fits(values, shape[axis]):
+                return False
+        return "damping" in state
 
     def mean_eigenvalue(self, state: CurvatureState, shape: Shape) -> Tensor:
-        inputs, outputs = (f.mean_eigenvalue() for f in stored_factors([state], shape))
+        inputs, outputs = (factor.mean_eigenvalue() for factor in factors(state, shape))
         return (inputs * outputs).mean()
 
-    @abstractmethod
-    def spectrum(self, state: CurvatureState, shape: Shape) -> Spectrum: ...
+    def spectrum(self, state: CurvatureState, shape: Shape) -> Spectrum:
+        pair = [factor.to(dtype=torch.float64) for factor in factors(state, shape)]
+        found = [factor.eigenbasis(factor.values.new_zeros(1))[0] for factor in pair]
+        values = [eigenvalues for eigenvalues, *_ in found]
+        bases = [basis[0] if basis else None for _, *basis in found]
+        inputs, outputs, damped = self.damped(values, pair, state["damping"])
+        return Spectrum(inputs, outputs, lambda v: to_basis(v, *bases), outer(*values), damped)
 
 
-def _mean_eigenvalue(form: Factor, values: Tensor) -> Tensor:
-    return form.like(values).mean_eigenvalue()
-
-
-def stored_factors(states: Sequence[CurvatureState], shape: Shape) -> tuple[Factor, Factor]:
-    """A and G of stacked layers of this shape."""
-    rows, columns = shape
-    inputs, outputs = stacked(states, "input_factor"), stacked(states, "output_factor")
-    return from_state(inputs, columns), from_state(outputs, rows)
+def _keep(state: CurvatureState, side: str, how: How, result: Sequence[Tensor]) -> None:
+    for name in ALL_KEPT:  # of the last refresh
+        state.pop(f"{side}_{name}", None)
+    for name, tensor in zip(KEPT[how], result, strict=False):
+        state[f"{side}_{name}"] = tensor
 
 
 class FactoredKronecker(Kronecker):
     entries: Mapping[str, AnyEntry] = {
         **FACTORS,
-        "input_inverse": _inverse(COLUMNS),
-        "input_cholesky": _cholesky(COLUMNS),
-        "output_inverse": _inverse(ROWS),
-        "output_cholesky": _cholesky(ROWS),
+        **of_sides("inverse", lambda groups, width: [(groups, width, width), (groups, width)]),
+        **of_sides("cholesky", lambda groups, width: [Form(groups, width).shape]),
         "damping": NumberEntry(),
     }
 
-    def refresh(self, jobs: Sequence[RefreshJob]) -> list[bool]:
-        factors: list[Factor] = []
-        shifts: list[Tensor] = []
-        cholesky: list[bool] = []
-        for job in jobs:
-            pair = stored_factors([job.state], job.shape)
-            factors += pair
-            shifts += factored_shifts(*pair, job.damping)
-            cholesky += _by_cholesky(pair, job)
-        solvers = iter(damped_solvers(factors, shifts, cholesky))
-        outcome = []
-        for job, pair_found in zip(jobs, zip(solvers, solvers, strict=True), strict=True):
-            outcome.append(None not in pair_found)
-            if outcome[-1]:
-                for name, solver in zip(("input", "output"), pair_found, strict=True):
-                    assert solver is not None
-                    kept, dropped = "inverse", "cholesky"
-                    if isinstance(solver, Cholesky):
-                        kept, dropped = dropped, kept
-                    job.state[f"{name}_{kept}"] = solver.values
-                    job.state.pop(f"{name}_{dropped}", None)
-                job.state["damping"] = job.damping
-        return outcome
+    def plan(self, pair: Pair, job: RefreshJob) -> tuple[list[How], list[Tensor]]:
+        hows: list[How] = []
+        for factor, (_, axis) in zip(pair, SIDES, strict=True):
+            width, vectors = job.shape[axis], job.uses * job.shape[1 - axis]
+            # Accelerators make one large product much faster than many small ones.
+            possible = isinstance(factor, Blocked) and on_host(factor.values)
+            hows.append("cholesky" if possible and solve_pays(width, vectors) else "inverse")
+        return hows, factored_shifts(pair, job.damping)
+
+    def damped(self, values: list[Tensor], pair: Pair, damping: float) -> tuple[Tensor, ...]:
+        shifts = factored_shifts(pair, damping)
+        sides = [one + shift.unsqueeze(-1) for one, shift in zip(values, shifts, strict=True)]
+        return *sides, outer(*sides)
 
     def ready(self, state: CurvatureState, shape: Shape) -> bool:
-        return super().ready(state, shape) and all(
-            _has_solver(state, name, width)
-            for name, width in zip(("output", "input"), shape, strict=True)
-        )
+        if not super().ready(state, shape):
+            return False
+        for side, axis in SIDES:
+            cholesky, inverse = state.get(f"{side}_cholesky"), state.get(f"{side}_inverse")
+            if cholesky is not None:
+                if not fits(cholesky, shape[axis]):
+                    return False
+            elif inverse is None or inverse.shape[-1] != shape[axis]:  # never packed
+                return False
+        return True
 
-    def metric(self, states: Sequence[CurvatureState], shape: Shape) -> Metric:
-        rows, columns = shape
-        solvers = _solver(states, "input", columns), _solver(states, "output", rows)
-        return _FactoredMetric(*stored_factors(states, shape), *solvers)
-
-    def spectrum(self, state: CurvatureState, shape: Shape) -> Spectrum:
-        inputs, outputs = (f.to(dtype=torch.float64) for f in stored_factors([state], shape))
-        shifts = factored_shifts(inputs, outputs, state["damping"])
-        (of_inputs, *right), (of_outputs, *left) = (
-            factor.eigenbasis(torch.zeros_like(shift))[0]
-            for factor, shift in zip((inputs, outputs), shifts, strict=True)
-        )
-        fisher = of_outputs.unsqueeze(-1) * of_inputs.unsqueeze(-2)
-        of_inputs, of_outputs = (
-            values + shift.unsqueeze(-1)
-            for values, shift in zip((of_inputs, of_outputs), shifts, strict=True)
-        )
-        damped = of_outputs.unsqueeze(-1) * of_inputs.unsqueeze(-2)
-
-        def to_basis(v: Tensor) -> Tensor:
-            v = left[0].mT @ v if left else v
-            return v @ right[0] if right else v
-
-        return Spectrum(of_inputs, of_outputs, to_basis, fisher, damped)
+    def metric(self, state: Mapping[str, Any], shape: Shape) -> Metric:
+        pair: list[Factor] = []
+        solvers: list[Solver] = []
+        for side, axis in SIDES:
+            pair.append(from_state(state[f"{side}_factor"], shape[axis]))
+            if f"{side}_cholesky" in state:
+                solvers.append(Cholesky(state[f"{side}_cholesky"], shape[axis]))
+            else:
+                solvers.append(unpacked(state[f"{side}_inverse"]))
+        return _FactoredMetric(*pair, *solvers)
 
 
-def _by_cholesky(pair: tuple[Factor, Factor], job: RefreshJob) -> Iterator[bool]:
-    """Whether to solve with each of A and G by its Cholesky factor, not by its inverse."""
-    rows, columns = job.shape
-    for factor, width, vectors in zip(pair, (columns, rows), (rows, columns), strict=True):
-        # Accelerators make one large product much faster than many small ones.
-        possible = isinstance(factor, Blocked) and on_host(factor.values)
-        yield possible and solve_pays(width, job.uses * vectors)
-
-
-def _has_solver(state: CurvatureState, name: str, width: int) -> bool:
-    if f"{name}_cholesky" in state:
-        return fits(state[f"{name}_cholesky"], width)
-    inverse = state.get(f"{name}_inverse")  # never packed
-    return inverse is not None and bool(inverse.shape[-1] == width)
-
-
-def _solver(states: Sequence[CurvatureState], name: str, width: int) -> Solver:
-    if f"{name}_cholesky" in states[0]:
-        return Cholesky(stacked(states, f"{name}_cholesky"), width)
-    return unpacked(stacked(states, f"{name}_inverse"))
+# Solves with a damped factor: its inverse, or its Cholesky factor.
+Solver = Factor | Cholesky
 
 
 @dataclass(frozen=True)

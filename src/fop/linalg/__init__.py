@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fop.linalg.blocked import STORAGE, Cholesky
-from fop.linalg.decompose import Solver, damped_solvers, eigenbases, solve_pays
-from fop.linalg.device import all_finite, on_host
+from fop.linalg.decompose import How, decomposed, solve_pays
+from fop.linalg.device import all_finite, on_host, treat_as_accelerator
 from fop.linalg.factor import (
     Blocked,
     Dense,
@@ -27,14 +27,14 @@ __all__ = [
     "Factor",
     "Form",
     "Gram",
-    "Solver",
+    "How",
     "all_finite",
-    "damped_solvers",
-    "eigenbases",
+    "decomposed",
     "fits",
     "from_state",
     "on_host",
     "solve_pays",
     "state_shapes",
+    "treat_as_accelerator",
     "unpacked",
 ]

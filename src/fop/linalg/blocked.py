@@ -14,7 +14,8 @@ with the blocks on the diagonal inverted: so solving with it is products of bloc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
@@ -27,9 +28,9 @@ ALIGNMENT = 16
 ALIGNED_FROM = 128
 
 
-@dataclass(frozen=True)
+@dataclass
 class Storage:
-    """Which matrices are packed, and in blocks of which height."""
+    """Which matrices are packed, in blocks of which height, and what pays with them."""
 
     # Narrower matrices are dense: half of one is too little to care for. This and the height of the
     # blocks are part of the format of checkpoints.
@@ -37,6 +38,19 @@ class Storage:
     block: int = 192
     # For blocks that only serve to compute half of a dense result. Smaller ones are slower.
     dense_block: int = 128
+    # Solving with a Cholesky factor of width d costs this over d more than multiplying with the
+    # inverse (measured on CPUs with MKL, widths 576 to 4608).
+    solve_overhead: int = 500
+
+    @contextmanager
+    def changed(self, **fields: int) -> Iterator[None]:
+        """Other values for a while: tests have small matrices packed."""
+        before = asdict(self)
+        vars(self).update(fields)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 STORAGE = Storage()

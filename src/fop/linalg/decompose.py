@@ -6,23 +6,21 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fop.linalg.blocked import Cholesky
-from fop.linalg.device import on_host
-from fop.linalg.factor import Blocked, Factor, Found, unpacked
+from fop.linalg.blocked import STORAGE
+from fop.linalg.factor import Factor, Found
+
+# Which method of a factor makes the decomposition.
+How = Literal["inverse", "cholesky", "eigenbasis"]
+Result = tuple[Tensor, ...] | None
 
 # Each retry is in float64 with this times the asked-for shift.
 RETRIES = (1.0, 10.0, 1e3, 1e5)
-# Solving with a Cholesky factor of width d costs this over d more than multiplying with the inverse
-# (measured on CPUs with MKL, widths 576 to 4608).
-SOLVE_OVERHEAD = 500
-
-# Solves with a damped factor: its inverse, or its Cholesky factor.
-Solver = Factor | Cholesky
 
 
 def solve_pays(width: int, vectors: int) -> bool:
@@ -31,73 +29,32 @@ def solve_pays(width: int, vectors: int) -> bool:
     Solving with it costs little more than a product with the inverse; the inverse costs twice the
     Cholesky factor once.
     """
-    return SOLVE_OVERHEAD * vectors < width**2
+    return STORAGE.solve_overhead * vectors < width**2
 
 
-def damped_solvers(
-    factors: Sequence[Factor], shifts: Sequence[Tensor], cholesky: Sequence[bool] | None = None
-) -> list[Solver | None]:
-    """(S + shift I)^-1 for each factor S and shift [groups]; None where all retries failed.
+def decomposed(
+    factors: Sequence[Factor], hows: Sequence[How], shifts: Sequence[Tensor]
+) -> list[Result]:
+    """What `how` makes of S + shift I, for each factor S; None where all retries failed.
 
-    Where `cholesky`, the Cholesky factor of S + shift I instead; for blocked factors only.
+    inverse      (S + shift I)^-1, dense unless S is diagonal
+    cholesky     the values of its `Cholesky` factor, of blocked S
+    eigenbasis   eigenvalues [groups, d] >= 0 of S itself and, unless diagonal, eigenvectors;
+                 the shift [groups] only serves to get retries past a bad matrix
     """
-    wanted = cholesky or [False] * len(factors)
-    attempts: list[Attempt] = [_cholesky if alone else _inverse for alone in wanted]
-    found: list[Solver | None] = []
-    for factor, attempt, result in zip(
-        factors, attempts, _with_retries(attempts, factors, shifts), strict=True
-    ):
-        if result is None:
-            found.append(None)
-        elif attempt is _cholesky:
-            assert isinstance(factor, Blocked)
-            found.append(Cholesky(result[0], factor.width, factor.block))
-        else:
-            found.append(unpacked(result[0]))
-    return found
-
-
-def eigenbases(factors: Sequence[Factor]) -> list[tuple[Tensor, ...] | None]:
-    """Eigenvalues [groups, d] >= 0 and, unless diagonal, eigenvectors; None where all failed."""
-    # A shift moves eigenvalues only, and is taken off again: it serves to get the iteration past a
-    # bad matrix.
-    shifts = [factor.mean_eigenvalue() * 1e-6 for factor in factors]
-    return _with_retries([_eigenbasis] * len(factors), factors, shifts, first_shift=0.0)
-
-
-Attempt = Callable[[Factor, Tensor], Found]
-
-
-def _inverse(factor: Factor, shift: Tensor) -> Found:
-    return factor.inverse(shift)
-
-
-def _eigenbasis(factor: Factor, shift: Tensor) -> Found:
-    return factor.eigenbasis(shift)
-
-
-def _cholesky(factor: Factor, shift: Tensor) -> Found:
-    assert isinstance(factor, Blocked)
-    return factor.cholesky(shift)
-
-
-def _with_retries(
-    attempts: Sequence[Attempt],
-    factors: Sequence[Factor],
-    shifts: Sequence[Tensor],
-    first_shift: float = 1.0,
-) -> list[tuple[Tensor, ...] | None]:
-    """Try every factor once, then those that failed again in float64 with growing shifts."""
-    results: list[tuple[Tensor, ...] | None] = [None] * len(factors)
+    results: list[Result] = [None] * len(factors)
     flags: dict[int, Tensor] = {}
-    for members in _batches(attempts, factors):
-        first, sizes = factors[members[0]], [len(factors[index].values) for index in members]
-        factor = first.like(_joined([factors[index].values for index in members]))
-        shift = _joined([shifts[index] for index in members])
-        result, good = _guarded(attempts[members[0]], factor, shift * first_shift)
+    for members in _batches(factors, hows):
+        index = members[0]
+        factor, how, shift = factors[index], hows[index], shifts[index]
+        sizes = [len(shifts[index]) for index in members]
+        if len(members) > 1:
+            factor = factor.like(torch.cat([factors[index].values for index in members]))
+            shift = torch.cat([shifts[index] for index in members])
+        result, good = _guarded(factor, how, shift * (0.0 if how == "eigenbasis" else 1.0))
         flags |= zip(members, good.split(sizes), strict=True)
         if result is None or len(members) == 1:
-            results[members[0]] = result
+            results[index] = result
             continue
         for index, *parts in zip(members, *(part.split(sizes) for part in result), strict=True):
             results[index] = tuple(part.clone() for part in parts)  # to be kept and saved alone
@@ -108,41 +65,38 @@ def _with_retries(
     finite = torch.stack([flags[index].all().to(device) for index in range(len(factors))]).tolist()
     for index, fine in enumerate(finite):
         if not fine:
-            results[index] = _retried(attempts[index], factors[index], shifts[index])
+            results[index] = _retried(factors[index], hows[index], shifts[index])
     return results
 
 
-def _batches(attempts: Sequence[Attempt], factors: Sequence[Factor]) -> list[list[int]]:
-    """Which factors to decompose in one call: on accelerators those of one shape.
+def _batches(factors: Sequence[Factor], hows: Sequence[How]) -> list[list[int]]:
+    """Which factors to decompose in one call: those of one shape.
 
-    On a CPU, which is busy with one, nothing would be gained.
+    But not the two of a single layer, as which they come on a CPU: it would gain nothing by it, and
+    need more memory.
     """
+    if len(factors) == 2:
+        return [[0], [1]]
     alike: dict[object, list[int]] = {}
-    for index, (attempt, factor) in enumerate(zip(attempts, factors, strict=True)):
+    for index, (factor, how) in enumerate(zip(factors, hows, strict=True)):
         values = factor.values
-        shape = (attempt, type(factor), values.shape[1:], values.dtype, values.device)
-        alike.setdefault(index if on_host(values) else shape, []).append(index)
+        shape = (how, type(factor), values.shape[1:], values.dtype, values.device)
+        alike.setdefault(shape, []).append(index)
     return list(alike.values())
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _retried(attempt: Attempt, factor: Factor, shift: Tensor) -> tuple[Tensor, ...] | None:
+def _retried(factor: Factor, how: How, shift: Tensor) -> Result:
+    precise = factor.to(dtype=torch.float64)
     for more in RETRIES:
-        precise = factor.to(dtype=torch.float64)
-        result, good = _guarded(attempt, precise, shift.double() * more)
+        result, good = _guarded(precise, how, shift.double() * more)
         if result is not None and bool(good.all()):
             return tuple(part.to(factor.values.dtype) for part in result)
     return None
 
 
-def _guarded(
-    attempt: Attempt, factor: Factor, shift: Tensor
-) -> tuple[tuple[Tensor, ...] | None, Tensor]:
+def _guarded(factor: Factor, how: How, shift: Tensor) -> tuple[Result, Tensor]:
     try:
-        return attempt(factor, shift)
+        found: Found = getattr(factor, how)(shift)
     except RuntimeError:  # torch.linalg.LinAlgError, and what some back ends raise instead
-        values = factor.values
-        return None, torch.zeros(len(values), dtype=torch.bool, device=values.device)
+        return None, torch.zeros(len(shift), dtype=torch.bool, device=shift.device)
+    return found

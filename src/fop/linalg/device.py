@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-# Devices that compute while the host waits: it may read what they have found at no cost, and many
-# small operations cost no more than one large one.
-HOST_DEVICES = {"cpu"}
+_host_devices = frozenset({"cpu"})
 
 
 def on_host(tensor: Tensor) -> bool:
-    return tensor.device.type in HOST_DEVICES
+    """Whether its device computes while the host waits.
+
+    Then the host may read what it has found at no cost, and many small operations cost no more than
+    one large one.
+    """
+    return tensor.device.type in _host_devices
+
+
+@contextmanager
+def treat_as_accelerator() -> Iterator[None]:
+    """Have every device, a CPU too, take the path of accelerators: for tests."""
+    global _host_devices
+    before, _host_devices = _host_devices, frozenset()
+    try:
+        yield
+    finally:
+        _host_devices = before
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
@@ -26,7 +41,7 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
         if tensor.numel() == 0:  # a rank may have no row of any sharded parameter
             continue
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if tensor.device.type in HOST_DEVICES:
+        if tensor.device.type in _host_devices:
             # Extremes can't overflow as sums do, and are found faster than an infinity norm.
             extremes += torch.aminmax(real)
         else:

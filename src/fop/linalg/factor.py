@@ -15,21 +15,22 @@ library speaks of factors and need not know which of the three it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fop.linalg import blocked
 from fop.linalg.blocked import (
     ALIGNED_FROM,
+    STORAGE,
     BlockRow,
     BlockTriangle,
     empty_like,
-    finite_diagonal,
+    factorise,
     multiply,
+    packed_shape,
     symmetric_product,
 )
 
@@ -64,17 +65,18 @@ class Factor(ABC):
 
     def mean_eigenvalue(self) -> Tensor:
         """tr S / d, [groups]"""
-        return self.diagonal().mean(-1)
+        return self.diagonal().flatten(1).mean(-1)
 
     def inverse(self, shift: Tensor) -> Found:
         """(S + shift I)^-1 for a shift [groups], by Cholesky; dense unless diagonal."""
         damped = self._shifted(shift)
+        diagonal = damped.diagonal(dim1=-2, dim2=-1)  # bounds what is beside it
         lower = damped.mT  # column by column, as LAPACK works: in place
         info = torch.empty(lower.shape[:-2], dtype=torch.int32, device=lower.device)
         torch.linalg.cholesky_ex(lower, out=(lower, info))
-        good = (info == 0) & finite_diagonal(damped)
+        good = (info == 0) & diagonal.isfinite().all(-1)
         torch.cholesky_inverse(lower, out=lower)  # in place, and symmetric
-        return (damped,), good & finite_diagonal(damped)
+        return (damped,), good & diagonal.isfinite().all(-1)
 
     def eigenbasis(self, shift: Tensor) -> Found:
         """Eigenvalues [groups, d] >= 0 and eigenvectors [groups, d, d], found by S + shift I."""
@@ -84,9 +86,9 @@ class Factor(ABC):
 
     def _shifted(self, shift: Tensor) -> Tensor:
         """S + shift I, a new dense matrix."""
-        dense = self.dense()
-        new = dense is not self.values
-        damped = dense if new else dense.clone(memory_format=torch.contiguous_format)
+        damped = self.dense()
+        if damped is self.values:
+            damped = damped.clone(memory_format=torch.contiguous_format)
         damped.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
         return damped
 
@@ -104,10 +106,6 @@ class Factor(ABC):
         self.values.add_(other.values)
         return self
 
-    def mul_(self: Kind, scale: Tensor | float) -> Kind:
-        self.values.mul_(scale)
-        return self
-
 
 @dataclass(frozen=True, eq=False)
 class Dense(Factor):
@@ -120,22 +118,25 @@ class Dense(Factor):
         return self.values
 
     def matmul(self, v: Tensor) -> Tensor:
-        if v.shape[-1] < ALIGNED_FROM:
-            return torch.bmm(self.values, v)
-        return multiply(self.values, v, empty_like(v))
+        short = v.shape[-1] < ALIGNED_FROM
+        return torch.bmm(self.values, v) if short else multiply(self.values, v, empty_like(v))
 
     def rmatmul(self, v: Tensor) -> Tensor:
-        if v.shape[-1] < ALIGNED_FROM:
-            return torch.bmm(v, self.values)
-        return multiply(v, self.values, empty_like(v))
+        short = v.shape[-1] < ALIGNED_FROM
+        return torch.bmm(v, self.values) if short else multiply(v, self.values, empty_like(v))
 
     def pack(self, out: Tensor) -> None:
-        _pack_triangle(self.values, out)
+        _pack_rows(self.rows, out)
+
+    @property
+    def rows(self) -> tuple[BlockRow]:
+        """The matrix as a lower triangle of one block."""
+        return (BlockRow(0, self.values.shape[-1], self.values),)
 
 
 @dataclass(frozen=True, eq=False)
 class Diagonal(Factor):
-    values: Tensor  # [groups, d]
+    values: Tensor  # [groups, d], or in as many dimensions as d = o i entries of a matrix have
 
     def diagonal(self) -> Tensor:
         return self.values
@@ -174,16 +175,14 @@ class Blocked(BlockTriangle, Factor):
         return symmetric_product(v, self.rows, empty_like(v))
 
     def pack(self, out: Tensor) -> None:
-        for row, before, corner in _message_parts(self, out):
-            before.copy_(row.before)
-            _pack_triangle(row.diagonal_block, corner)
+        _pack_rows(self.rows, out)
 
     def cholesky(self, shift: Tensor) -> Found:
         """The values of the `Cholesky` factor of S + shift I."""
         damped = self.like(self.values.clone())
         for row in damped.rows:
             row.diagonal_block.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
-        return (damped.values,), blocked.factorise(damped)
+        return (damped.values,), factorise(damped)
 
 
 @dataclass(frozen=True)
@@ -196,34 +195,32 @@ class Form:
 
     @property
     def packed(self) -> bool:
-        return not self.diagonal and self.width >= blocked.STORAGE.packed_from
+        return not self.diagonal and self.width >= STORAGE.packed_from
 
     @property
     def shape(self) -> Shape:
         """Of the values."""
         if self.packed:
-            return blocked.packed_shape(self.groups, self.width, blocked.STORAGE.block)
+            return packed_shape(self.groups, self.width, STORAGE.block)
         return (self.groups, self.width) if self.diagonal else (self.groups, self.width, self.width)
 
     @property
     def message_shape(self) -> Shape:
         """Of what `Factor.pack` writes."""
-        if self.packed:
-            return self.groups, self.width * (self.width + 1) // 2
-        return (
-            (self.groups, self.width) if self.diagonal else (self.groups, *_rectangle(self.width))
-        )
+        length = self.width if self.diagonal else self.width * (self.width + 1) // 2
+        return self.groups, length
 
     def unpack(self, message: Tensor) -> Factor:
         """The inverse of `Factor.pack`, exactly symmetric and with memory of its own."""
         if self.diagonal:
             return Diagonal(message.clone())
-        if not self.packed:
-            return Dense(_unpack_triangle(message, self.width))
-        found = Blocked.empty(message, self.groups, self.width, blocked.STORAGE.block)
-        for row, before, corner in _message_parts(found, message):
+        if self.packed:
+            found: Blocked | Dense = Blocked.empty(message, self.groups, self.width, STORAGE.block)
+        else:
+            found = Dense(message.new_empty(self.shape))
+        for row, before, corner in _message_parts(found.rows, message):
             row.before.copy_(before)
-            row.diagonal_block.copy_(_unpack_triangle(corner, row.end - row.start))
+            _unpack_triangle(corner, row.diagonal_block)
         return found
 
 
@@ -235,12 +232,12 @@ def from_state(values: Tensor, width: int) -> Factor:
 def fits(values: Tensor, width: int) -> bool:
     """Whether what a state holds are the values of a factor of this width."""
     if _is_packed(values, width):
-        return values.shape[-1] == blocked.packed_shape(1, width, blocked.STORAGE.block)[-1]
+        return values.shape[-1] == packed_shape(1, width, STORAGE.block)[-1]
     return values.shape[-1] == width
 
 
 def _is_packed(values: Tensor, width: int) -> bool:
-    return width >= blocked.STORAGE.packed_from and values.dim() == 3
+    return width >= STORAGE.packed_from and values.dim() == 3
 
 
 def unpacked(values: Tensor) -> Factor:
@@ -258,41 +255,42 @@ def state_shapes(groups: int, width: int) -> list[Shape]:
 # A symmetric [d, d] matrix has d (d + 1) / 2 entries, exactly a rectangle [d + 1, d / 2] (d even)
 # or [d, (d + 1) / 2] (d odd): the left columns' lower part, with the lower right triangle turned
 # over into the free upper corner (LAPACK's rectangular full packed format). No index tensors are
-# needed. Of a blocked matrix, the blocks on the diagonal are packed so.
+# needed. Blocks on the diagonal are packed so; those before them are copied.
 
 
-def _rectangle(width: int) -> tuple[int, int]:
-    return width + 1 - width % 2, (width + 1) // 2
+def _pack_rows(rows: Sequence[BlockRow], out: Tensor) -> None:
+    for row, before, corner in _message_parts(rows, out):
+        before.copy_(row.before)
+        block = row.diagonal_block
+        width, half, shift = _rectangle(block)
+        if shift:
+            corner[:, 0].zero_()
+        corner[:, shift:].copy_(block[:, :, :half].tril())
+        corner[:, : width - half, 1 - shift :].add_(block[:, half:, half:].triu())
 
 
-def _pack_triangle(matrix: Tensor, out: Tensor) -> None:
-    width = matrix.shape[-1]
-    half, shift = (width + 1) // 2, 1 - width % 2
-    if shift:
-        out[:, 0].zero_()
-    out[:, shift:].copy_(matrix[:, :, :half].tril())
-    corner = matrix[:, half:, half:]
-    out[:, : width - half, 1 - shift :].add_(corner.triu())
-
-
-def _unpack_triangle(message: Tensor, width: int) -> Tensor:
-    half, shift = (width + 1) // 2, 1 - width % 2
-    lower = message.new_zeros(len(message), width, width)
+def _unpack_triangle(message: Tensor, out: Tensor) -> None:
+    width, half, shift = _rectangle(out)
+    lower = torch.zeros_like(out, memory_format=torch.contiguous_format)
     lower[:, :, :half] = message[:, shift:].tril()
     lower[:, half:, half:] = message[:, : width - half, 1 - shift :].triu().mT
-    return lower + lower.tril(-1).mT
+    torch.add(lower, lower.tril(-1).mT, out=out)
+
+
+def _rectangle(block: Tensor) -> tuple[int, int, int]:
+    """Of a block [groups, d, d]: d; columns of the rectangle; whether it has a row more than d."""
+    width = block.shape[-1]
+    return width, (width + 1) // 2, 1 - width % 2
 
 
 def _message_parts(
-    triangle: BlockTriangle, message: Tensor
+    rows: Sequence[BlockRow], message: Tensor
 ) -> Iterator[tuple[BlockRow, Tensor, Tensor]]:
     """Of each row of blocks: where those before the diagonal go, and the one on it."""
-    start = 0
-    for row in triangle.rows:
-        height = row.end - row.start
-        parts = []
-        for shape in ((height, row.start), _rectangle(height)):
-            end = start + shape[0] * shape[1]
-            parts.append(message[:, start:end].unflatten(-1, shape))
-            start = end
-        yield row, parts[0], parts[1]
+    end = 0
+    for row in rows:
+        height, half, shift = _rectangle(row.diagonal_block)
+        start, middle = end, end + height * row.start
+        end = middle + (height + shift) * half
+        before, corner = message[:, start:middle], message[:, middle:end]
+        yield row, before.unflatten(-1, (height, row.start)), corner.unflatten(-1, (-1, half))
