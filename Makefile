@@ -36,8 +36,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train digits with every method; table, plots and HTML report in about 2 minutes
 	$(ONE_THREAD) $(BIN)/fop-bench demo
 
-test: $(STAMP) ## run the tests on two workers (PYTEST_ARGS="-k name" narrows them)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+test: $(STAMP) ## run the tests on three workers, some of which wait (PYTEST_ARGS="-k name" narrows them)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 fuzz: $(STAMP) ## property tests with thousands of new random cases (minutes)
 	FOP_FUZZ=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 tests/test_fuzz.py tests/test_projection.py
