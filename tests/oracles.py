@@ -86,7 +86,7 @@ class Reference:
             raise ValueError("project=False is KFAC, without beta, eta and total: leave them out")
 
     def refreshes(self, step: int) -> bool:
-        """Whether the curvature is renewed on this step (counted from 1)."""
+        """Whether the curvature is refreshed on this step (counted from 1)."""
         interval = self.update_every(step) if callable(self.update_every) else self.update_every
         return step in (1, 2, 4) or (step - 1) % interval == 0
 

@@ -90,7 +90,7 @@ OTHER_LAYERS = [
     ),
     Row(
         "Models in the style of timm (packed attention, layer scale, stochastic depth, tokens)",
-        "layers as above, free parameters by the fallback",
+        "layers as above, free parameters with the fallback optimizer",
         EXACT,
     ),
     Row(
@@ -337,8 +337,8 @@ SAFETY = [
     ),
     Row(
         "Factors that are not finite",
-        "a warning, and the average starts anew",
-        "injection::test_an_average_that_is_not_finite_starts_anew",
+        "a warning, and the average starts again",
+        "injection::test_an_average_that_is_not_finite_starts_again",
     ),
     Row(
         "eigh or Cholesky raising",

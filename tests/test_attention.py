@@ -274,14 +274,14 @@ def test_frozen_parts_are_left_alone(frozen: list[str]) -> None:
     plain = with_plain_attention(model)
     before = {name: model.attention.get_parameter(name).clone() for name in frozen}
     optimizers = [fop.FOP(model), fop.FOP(plain)]
-    for thawed in (False, True):
+    for unfrozen in (False, True):
         for one, optimizer in zip((model, plain), optimizers, strict=True):
-            if thawed:
+            if unfrozen:
                 one.requires_grad_(True)
             train(one, optimizer, [tokens(seed=seed) for seed in range(4)])
         assert distance(*aligned(model, plain)) < 1e-9
         kept = [torch.equal(model.attention.get_parameter(n), old) for n, old in before.items()]
-        assert all(kept) is not thawed
+        assert all(kept) is not unfrozen
 
 
 def test_groups_by_name_reach_the_projections() -> None:

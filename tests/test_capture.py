@@ -93,7 +93,7 @@ def test_half_gradients_cost_no_extra_multiply_adds(n: int) -> None:
     optimizer = fop.FOP(model)
     train(model, optimizer, [images(n, seed) for seed in range(4)])
     optimizer.zero_grad()
-    assert optimizer.steps == 4  # the next step renews no curvature
+    assert optimizer.steps == 4  # the next step refreshes no curvature
     assert backward_flops(model, x, y) == ordinary
     assert all(block.recorder.sample().difference is not None for block in optimizer._engine.layers)
 

@@ -468,7 +468,7 @@ def derived(mode: str) -> set[str]:
 
 @pytest.mark.parametrize(("old", "new"), [("factored", "exact"), ("exact", "factored")])
 def test_another_way_of_damping_goes_on_from_the_moving_averages(old: Any, new: Any) -> None:
-    """The next step, though none of the interval's, renews what the new way needs."""
+    """The next step, though none of the interval's, refreshes what the new way needs."""
     model, first = trained(damping_mode=old)
     state = frozen_copy(first)
     second_model = mlp()
@@ -515,13 +515,13 @@ def test_a_state_of_the_other_curvature_loads(curvature: Any) -> None:
     assert len(fop.diagnostics(second)) == 2
 
 
-def test_narrower_factors_take_over_at_the_next_renewal() -> None:
+def test_narrower_factors_take_over_at_the_next_refresh() -> None:
     model, first = trained()
     other = mlp()
     other.load_state_dict(model.state_dict())
     second = fop.FOP(other, max_factor_size=4)
     second.load_state_dict(frozen_copy(first))
-    train(other, second, [points(seed=5)])  # no renewal is due: the step of the old factors
+    train(other, second, [points(seed=5)])  # no refresh is due: the step of the old factors
     train(model, first, [points(seed=5)])
     assert same(snapshot(other), snapshot(model))
     train(other, second, [points(seed=seed) for seed in range(6, 12)])

@@ -176,7 +176,7 @@ def test_it_resumes_bit_for_bit(wide: dict[str, Any]) -> None:
     assert same(snapshot(other), snapshot(model))
 
 
-def test_a_bias_thawed_during_training_starts_the_eigenvalues_anew() -> None:
+def test_a_bias_unfrozen_during_training_starts_the_eigenvalues_again() -> None:
     model = mlp()
     model[0].bias.requires_grad_(False)
     optimizer = fop.FOP(model, curvature="ekfac", update_every=1)

@@ -57,7 +57,7 @@ def overflow_in_the_factors(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def test_training_goes_on_as_if_the_bad_step_had_not_been(
     poison: Callable[..., None], settings: dict[str, Any], at: int
 ) -> None:
-    """Bit for bit; curvature is renewed every step, so that the count of steps does not matter."""
+    """Bit for bit; curvature is refreshed every step, so that the count of steps does not matter."""
     disturbed, undisturbed = mlp(), mlp()
     one = fop.FOP(disturbed, update_every=1, **settings)
     two = fop.FOP(undisturbed, update_every=1, **settings)
@@ -137,8 +137,8 @@ def test_an_indefinite_factor_is_inverted_with_more_damping_and_fades(key: str) 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", ["input_factor", "output_factor"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_average_that_is_not_finite_starts_anew(mode: Any, key: str, value: float) -> None:
-    """It would never fade. The warning comes once; the next renewal is a sound one."""
+def test_an_average_that_is_not_finite_starts_again(mode: Any, key: str, value: float) -> None:
+    """It would never fade. The warning comes once; the next refresh is a sound one."""
     model = mlp()
     optimizer = fop.FOP(model, damping_mode=mode, update_every=1)
     train(model, optimizer, [points(seed=seed) for seed in range(3)])

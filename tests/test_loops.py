@@ -319,7 +319,7 @@ def test_a_layer_frozen_at_first_starts_with_curvature_of_its_own() -> None:
     fresh = mlp()
     fresh.load_state_dict(model.state_dict())
     model[0].requires_grad_(True)
-    train(model, optimizer, [points(seed=6)])  # no renewal is due
+    train(model, optimizer, [points(seed=6)])  # no refresh is due
     train(fresh, fop.FOP(fresh, **settings), [points(seed=6)])
     assert same(snapshot(model)[:2], snapshot(fresh)[:2])
     train(model, optimizer, [points(seed=7)])

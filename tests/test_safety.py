@@ -137,13 +137,13 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert distance(snapshot(model), before) > 1e-4
 
 
-def test_curvature_lost_to_an_overflow_is_renewed_in_the_next_step() -> None:
+def test_curvature_lost_to_an_overflow_is_refreshed_in_the_next_step() -> None:
     model = mlp()
     optimizer = fop.FOP(model)
     train(model, optimizer, [points(seed=seed) for seed in range(10)])
     factor = optimizer.state[model[0].weight]["input_factor"].clone()
     optimizer.zero_grad()
-    poison_input(model, *points())  # step 11 would have renewed
+    poison_input(model, *points())  # step 11 would have refreshed
     optimizer.step()
     assert torch.equal(optimizer.state[model[0].weight]["input_factor"], factor)
     train(model, optimizer, [points(seed=12)])
@@ -200,7 +200,7 @@ def test_an_indefinite_matrix_is_inverted_with_more_damping() -> None:
     assert torch.linalg.eigvalsh(inverse).min() > 0
 
 
-def test_a_hopeless_matrix_is_given_up() -> None:
+def test_a_hopeless_matrix_is_none() -> None:
     factor = torch.full((1, 3, 3), math.nan)
     for how in ("inverse", "eigenbasis"):
         assert linalg.decomposed([Dense(factor)], [how], [torch.tensor([0.1])]) == [None]
@@ -230,7 +230,7 @@ def test_a_failed_decomposition_keeps_the_previous_inverse_and_says_so(
     assert distance(snapshot(model), before) > 1e-5  # the step was taken with the old inverse
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(model, optimizer, [points(seed=11)])  # and renewed as soon as it works again
+        train(model, optimizer, [points(seed=11)])  # and refreshed as soon as it works again
     assert not torch.equal(optimizer.state[model[0].weight][key], old)
 
 

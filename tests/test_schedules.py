@@ -27,7 +27,7 @@ def test_wrong_sizes_are_named() -> None:
         fop.scale_to_batch(64, 0, lr=0.1)
 
 
-def test_curvature_is_renewed_early_and_then_by_the_interval() -> None:
+def test_curvature_is_refreshed_early_and_then_by_the_interval() -> None:
     due = [step for step in range(1, 40) if Settings().refresh_due(step)]
     assert due == [1, 2, 4, 11, 21, 31]
     growing = Settings(update_every=lambda step: 2 if step < 10 else 10)

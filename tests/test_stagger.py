@@ -1,4 +1,4 @@
-"""With `stagger`, every layer renews its curvature as often as ever, but not all on one step."""
+"""With `stagger`, every layer refreshes its curvature as often as ever, but not all on one step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def factors(model: nn.Sequential, optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-def renewals(model: nn.Sequential, optimizer: Any) -> dict[str, list[int]]:
+def refreshes(model: nn.Sequential, optimizer: Any) -> dict[str, list[int]]:
     """On which steps each layer's factor changed."""
     found: dict[str, list[int]] = {}
     known: dict[str, Tensor] = {}
@@ -57,11 +57,11 @@ def renewals(model: nn.Sequential, optimizer: Any) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("kind", [fop.FOP, fop.KFAC])
 @pytest.mark.parametrize("settings", [{}, {"fisher": "mc"}, {"curvature": "ekfac"}])
-def test_each_layer_is_renewed_once_an_interval_and_early_on(
+def test_each_layer_is_refreshed_once_an_interval_and_early_on(
     kind: Any, settings: dict[str, Any]
 ) -> None:
     model = deep()
-    found = renewals(model, kind(model, update_every=STAGGERED, **settings))
+    found = refreshes(model, kind(model, update_every=STAGGERED, **settings))
     starts = set()
     for steps in found.values():
         late = [step for step in steps if step not in EARLY_REFRESH_STEPS]
@@ -72,9 +72,9 @@ def test_each_layer_is_renewed_once_an_interval_and_early_on(
     assert starts == set(range(EVERY))  # five layers, one a step
 
 
-def test_without_stagger_all_layers_are_renewed_together() -> None:
+def test_without_stagger_all_layers_are_refreshed_together() -> None:
     model = deep()
-    found = renewals(model, fop.FOP(model, update_every=EVERY))
+    found = refreshes(model, fop.FOP(model, update_every=EVERY))
     assert {tuple(steps) for steps in found.values()} == {(1, 2, 4, 6, 11, 16, 21, 26)}
 
 
@@ -82,7 +82,7 @@ def test_a_layer_sees_what_it_would_on_the_plain_schedule_shifted_by_its_phase()
     """With lr=0 layers do not influence each other, and factors and inverses are the same bits."""
     model = deep()
     optimizer = fop.FOP(model, lr=0.0, update_every=STAGGERED)
-    found = renewals(model, optimizer)
+    found = refreshes(model, optimizer)
     for name, steps in found.items():
         alone = deep()
         shifted = fop.FOP(alone, lr=0.0, update_every=lambda step, due=steps: _interval(step, due))

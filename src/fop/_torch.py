@@ -35,6 +35,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def view_of(tensor: Tensor) -> Tensor | None:
+    """What a tensor is a view of; torch tells C++ alone."""
+    return tensor._base
+
+
 def may_recompute_saved() -> bool:
     """Whether tensors are saved for backward by hooks, as activation checkpointing does.
 

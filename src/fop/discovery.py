@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from fop._torch import compiled_from
 from fop.layers import (
     ROLES,
     LayerAdapter,
@@ -307,8 +308,8 @@ def check_model(model: object) -> tuple[nn.Module, DistributedDataParallel | Non
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """The module inside torch.compile and DistributedDataParallel, and the latter if there is."""
     wrapper = model if isinstance(model, DistributedDataParallel) else None
-    inner = getattr(model, "_orig_mod", None) if wrapper is None else wrapper.module
-    if not isinstance(inner, nn.Module):
+    inner = compiled_from(model) if wrapper is None else wrapper.module
+    if inner is None:
         return model, None
     model, within = _unwrapped(inner)
     return model, wrapper or within

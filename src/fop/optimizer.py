@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fop._torch import load_hooks
 from fop.capture import (
     ExtraPass,
     Recorder,
@@ -254,7 +255,8 @@ class SecondOrderOptimizer(Optimizer):
         # Torch's own method casts curvature to the parameter's type, and runs the hooks after any
         # check that could be made here.
         state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        before, after = load_hooks(self)
+        for hook in before:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state, groups = read_state(state_dict, self.param_groups, self._engine.layers)
@@ -266,7 +268,7 @@ class SecondOrderOptimizer(Optimizer):
         self._engine.forget()
         self._prepare()
         self._meet_trainers()  # Accelerate loads the state when it takes the optimizer over
-        for done in self._optimizer_load_state_dict_post_hooks.values():
+        for done in after:
             done(self)
 
     def _loss_scale(self) -> LossScale | None:

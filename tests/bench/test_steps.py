@@ -93,7 +93,7 @@ class TestFigures:
         assert figures(part).worst == pytest.approx(10 / 4.6)
         assert figures(part).every_step == 5.0
 
-    def test_take_the_renewal_from_the_other_process_if_the_interval_showed_none(self) -> None:
+    def test_take_the_refresh_from_the_other_process_if_the_interval_showed_none(self) -> None:
         found = figures({1: KFAC[1], 10: cell([(5, False, 4.0)])})
         assert found.interval == pytest.approx((5 + 9 * 2) / 10)
 
@@ -366,7 +366,7 @@ class TestCell:
         factors = sum(o * o + i * i for o, i in ((4, 7), (10, 5)))
         assert found["state_bytes"] == 4 * (4 * 7 + 10 * 5 + 2 * factors + 4)
 
-    def test_of_an_interval_knows_when_fop_renews(self) -> None:
+    def test_of_an_interval_knows_when_fop_refreshes(self) -> None:
         refreshes = METHODS["kfac"].refreshes
         assert refreshes is not None
         for interval in (1, 10):

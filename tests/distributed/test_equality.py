@@ -180,7 +180,7 @@ class Positions(nn.Module):
         return self.last((rows + self.positions(torch.arange(8).unsqueeze(0))).tanh().mean(1))
 
 
-def a_layer_that_is_given_up(rank: Rank) -> None:
+def a_layer_that_is_disabled(rank: Rank) -> None:
     """It follows its plain gradient, on all ranks alike."""
 
     def make() -> nn.Module:
@@ -379,7 +379,7 @@ CHECKS: tuple[Check, ...] = (
     settings,
     attention,
     ekfac,
-    a_layer_that_is_given_up,
+    a_layer_that_is_disabled,
     a_layer_that_one_rank_disables,
     more_ranks_than_layers,
     other_halves,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fop._torch import view_of
 from fop.capture import Eigenbasis, Statistics
 from fop.entries import AnyEntry, Entry
 from fop.linalg import Factor
@@ -158,10 +159,10 @@ class StackedState(Mapping[str, Any]):
 
         So nothing is copied again until one of them is replaced.
         """
-        base, end = tensors[0]._base, 0
+        base, end = view_of(tensors[0]), 0
         if base is not None and len(base) == sum(map(len, tensors)):
             for tensor in tensors:
-                if tensor._base is not base or tensor.storage_offset() != end * base.stride(0):
+                if view_of(tensor) is not base or tensor.storage_offset() != end * base.stride(0):
                     break
                 end += len(tensor)
             else:
