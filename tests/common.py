@@ -18,7 +18,7 @@ def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def cnn(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Convolution, batch norm (with the fallback optimizer), an in-place activation and a linear layer."""
+    """Convolution, batch norm, an in-place activation and a linear layer."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),

@@ -57,7 +57,7 @@ def overflow_in_the_factors(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def test_training_goes_on_as_if_the_bad_step_had_not_been(
     poison: Callable[..., None], settings: dict[str, Any], at: int
 ) -> None:
-    """Bit for bit; curvature is refreshed every step, so that the count of steps does not matter."""
+    """Bit for bit; curvature is refreshed on every step, so the count of steps does not matter."""
     disturbed, undisturbed = mlp(), mlp()
     one = fop.FOP(disturbed, update_every=1, **settings)
     two = fop.FOP(undisturbed, update_every=1, **settings)

@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Net(nn.Module):
-    """A grouped convolution, a convolution, a linear layer, and a norm with the fallback optimizer."""
+    """A grouped convolution, a convolution, a linear layer, and a norm without curvature."""
 
     def __init__(self) -> None:
         super().__init__()
