@@ -378,3 +378,21 @@ def test_the_scaler_is_no_part_of_state_or_copies() -> None:
     twin, twin_optimizer = copy.deepcopy((model, optimizer))
     assert twin_optimizer.grad_scaler is None
     train(twin, twin_optimizer, [points()])
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("fallback", ["adamw", "sgd"])
+def test_a_non_finite_step_leaves_a_bias_whose_weight_is_frozen(fallback: Any) -> None:
+    """It has no layer to go with, and momentum takes its plain gradient."""
+    model = mlp()
+    optimizer = fop.FOP(model, fallback=fallback, weight_decay=0.1)
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, [points(seed=seed) for seed in range(3)])
+    before = snapshot(model)
+    optimizer.zero_grad()
+    x, y = points()
+    (cross_entropy(model(x), y) * math.inf).backward()
+    optimizer.step()
+    assert same(snapshot(model), before)
+    train(model, optimizer, [points(seed=5)])
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

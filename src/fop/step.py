@@ -170,15 +170,8 @@ class Engine:
         """
         options = {parameter: group for group in groups for parameter in group["params"]}
         self.loss_scale, ranks = loss_scale, self.ranks
-        own = collect(self.layers, options, ranks, self._tree, loss, loss_scale)
-        if not own.parameters:
-            if own.problem is not None:
-                raise own.problem
-            return any(layer.recorder.refresh_due for layer in self.layers)
-        self._follow(own.parameters, state)
-        batch = ranks.batch(own)
-        self.batch = batch if ranks.size > 1 else None  # alone, it can be had again
-        if not own.gradients and self._nobody_has_gradients(batch):
+        batch = self._bring_together(options, state, loss)
+        if batch is None:
             return any(layer.recorder.refresh_due for layer in self.layers)
         layers, parameters = batch.taking_part()
         expecting, counts = disable_unfit(layers, self.layers, batch, ranks.size, self.messages)
@@ -213,6 +206,18 @@ class Engine:
             self._apply(context, updates, batch, rest, None)
         self._count(finite, options, may_read=bool(expecting))
         return retry or any(pairs[::2])
+
+    def _bring_together(self, options: Options, state: State, loss: Tensor | None) -> Batch | None:
+        """What all ranks bring to the step; None where there is not one gradient."""
+        own = collect(self.layers, options, self.ranks, self._tree, loss, self.loss_scale)
+        if not own.parameters:
+            if own.problem is not None:
+                raise own.problem
+            return None
+        self._follow(own.parameters, state)
+        batch = self.ranks.batch(own)
+        self.batch = batch if self.ranks.size > 1 else None  # alone, it can be had again
+        return None if not own.gradients and self._nobody_has_gradients(batch) else batch
 
     def _follow(self, parameters: Iterable[nn.Parameter], state: State) -> None:
         """Move state along with a model that was moved or cast after the last step."""
