@@ -37,6 +37,7 @@ class Trace:
     calls: int = 0
     files: set[str] = field(default_factory=set)
     changes: int = 0
+    functions: dict[str, None] = field(default_factory=dict)  # by their first calls
     _last: str | None = None
 
     def see(self, frame: FrameType, event: str, _: Any) -> None:
@@ -44,6 +45,7 @@ class Trace:
         if event == "call" and name.startswith(LIBRARY):
             self.calls += 1
             self.files.add(name)
+            self.functions.setdefault(frame.f_code.co_name)
             self.changes += self._last is not None and name != self._last
             self._last = name
 

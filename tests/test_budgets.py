@@ -7,6 +7,8 @@ whenever a change allows it, and never raise them.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +44,19 @@ def test_what_a_reader_of_a_step_follows(step: int) -> None:
     for part, (files, changes) in READING[step].items():
         assert len(traces[part].files) <= files, part
         assert traces[part].changes <= changes, part
+
+
+def test_the_architecture_tells_the_step_as_it_runs() -> None:
+    """The phases in ARCHITECTURE.md are functions of the library, called in that order."""
+    page = (Path(__file__).parents[1] / "ARCHITECTURE.md").read_text()
+    walk = page.partition("a straight line:\n")[2].partition("zero_grad()")[0]
+    told = [line.split("  ")[0] for line in re.findall(r"^ {22}(\S.*)$", walk, re.MULTILINE)]
+    functions = {
+        "batch.reduce": "reduce",
+        "Directions": "compute",  # which on one process is all that a broadcast does
+        "step rule": "scale",
+        "update": "apply_changes",
+    }
+    expected = [functions.get(phase, phase) for phase in told if phase != "broadcast"]
+    called = trace_linear(CURVATURE_STEP)["step"].functions
+    assert [name for name in called if name in expected] == expected
