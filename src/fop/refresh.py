@@ -64,8 +64,7 @@ def refresh(
 
 
 def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
-    # Extra passes differentiate each example's own loss, unscaled; training passes differentiate
-    # the user's.
+    # Extra passes run under no loss scale.
     settings, empirical, scale = context.settings, layer.recorder.plan.empirical, None
     if empirical and context.loss_scale is not None:
         if context.loss_scale.measured and layer.recorder.gradients.touched():
@@ -74,7 +73,8 @@ def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
     to_means(
         moments,
         sharing=settings.sharing,
-        reduction=settings.loss_reduction if empirical else "sum",
+        reduction=settings.loss_reduction,
+        extra_passes=not empirical,
         ranks=context.ranks.size,
         loss_scale=scale,
     )

@@ -73,16 +73,23 @@ def term_weight(terms: int, reduction: str) -> float:
 
 
 def to_means(
-    sums: Statistics, *, sharing: str, reduction: str, ranks: int, loss_scale: Tensor | None
+    sums: Statistics,
+    *,
+    sharing: str,
+    reduction: str,
+    extra_passes: bool,
+    ranks: int,
+    loss_scale: Tensor | None,
 ) -> None:
     """Make raw sums the Kronecker factors A and G, and mean squares, in place.
 
     `g` was seen by a hook under the rank's own loss. Under a mean loss, of which each rank has 1/R,
     it is R/N of the gradient of the example's own loss, and G and squares are quadratic in it.
-    Under a sum loss it is that gradient. `loss_scale` undoes that of mixed precision.
+    Under a sum loss it is that gradient, and so it is in extra passes for the Fisher, whatever the
+    user's loss is. `loss_scale` undoes that of mixed precision.
     """
     examples, rows = sums.examples, sums.rows
-    per_example = examples / ranks if reduction == "mean" else 1.0
+    per_example = examples / ranks if reduction == "mean" and not extra_passes else 1.0
     quadratic = []
     if sums.inputs is not None and sums.outputs is not None:
         sums.inputs.values.mul_(1.0 / examples)

@@ -13,6 +13,7 @@ rows. Everything here hands on a plain parameter as it is.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +43,8 @@ class ParameterSlice:
         shape, count = parameter.shape, parameter.shape[0] if parameter.dim() else 1
         self.start, self.end, _ = rows.indices(count)
         self._full = self.end - self.start == count
-        # On every rank, whichever rows it has; and a tensor without memory, to ask for shapes.
+        # On every rank, whichever rows it has.
         self.shape = shape if self._full else torch.Size((self.end - self.start, *shape[1:]))
-        self.like = torch.empty(self.shape, device="meta")
         if self.sharded:
             mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
             each = -(-count // mesh.size())
@@ -55,6 +55,11 @@ class ParameterSlice:
             begin = begin if last > first else first
             self._in_slice = slice(first - self.start, last - self.start)
             self._in_shard = slice(first - begin, last - begin)
+
+    @cached_property
+    def like(self) -> Tensor:
+        """A tensor of this shape without memory, to ask for shapes."""
+        return torch.empty(self.shape, device="meta")
 
     def of(self, full: Tensor) -> Tensor:
         """Of a tensor shaped like the parameter, the view of these rows."""
