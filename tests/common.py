@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from tests import LIBRARY
 
 CLASSES = 3
 Batch = tuple[Tensor, Tensor]
@@ -72,3 +75,17 @@ def distance(left: Iterable[Tensor], right: Iterable[Tensor]) -> float:
         for a, b in zip(left, right, strict=True)
     ]
     return max(errors)
+
+
+@contextmanager
+def library_defaults() -> Iterator[None]:
+    """Optimizers as users get them; tests otherwise have steps of a fixed size."""
+    kinds = list(LIBRARY)
+    before = [dict(kind.__init__.__kwdefaults__) for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.__init__.__kwdefaults__.update(LIBRARY[kind])
+        yield
+    finally:
+        for kind, defaults in zip(kinds, before, strict=True):
+            kind.__init__.__kwdefaults__.update(defaults)

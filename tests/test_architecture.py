@@ -18,6 +18,9 @@ ORDER = [
     "_torch",
     "validate",
     "schedules",
+    "presets",
+    "likelihood",
+    "loss_graph",
     "slices",
     "trainers",
     "linalg",
@@ -41,6 +44,9 @@ ORDER = [
     "disabling",
     "collect",
     "update",
+    "replay",
+    "trust",
+    "sizing",
     "directions",
     "refresh",
     "step",
@@ -102,7 +108,8 @@ def test_the_library_imports_no_more_than_torch_does() -> None:
 
 
 def test_public_names() -> None:
-    names = "FOP KFAC LayerAdapter diagnostics noise_scale register_layer scale_to_batch"
+    names = "FOP KFAC LayerAdapter diagnostics noise_scale presets register_layer "
+    names += "scale_to_batch"
     assert sorted(fop.__all__) == names.split()
     assert set(dir(fop)) == {*fop.__all__, "__version__"}
     assert (ROOT / "py.typed").exists()

@@ -315,7 +315,7 @@ def test_every_kind_of_entry_is_damaged_above() -> None:
         train(model, optimizer, [points(seed=seed) for seed in range(3)])
         found |= {key for own in optimizer.state.values() for key in own}
     declared = {*FactoredKronecker.entries, *EigenCorrected.entries, *RULE_ENTRIES}
-    assert found == declared
+    assert found == declared - {"update_average"}  # of steps that size themselves
 
 
 OPTIONS: list[tuple[str, Any]] = [

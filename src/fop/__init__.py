@@ -1,8 +1,9 @@
 """Fisher-Orthogonal Projection: natural-gradient training at large batch sizes.
 
-optimizer = fop.FOP(model, lr=0.1)
+optimizer = fop.FOP(model)
 """
 
+from fop import presets
 from fop.api import FOP, KFAC
 from fop.diagnostics import diagnostics, noise_scale
 from fop.layers import LayerAdapter, register_layer
@@ -15,6 +16,7 @@ __all__ = [
     "LayerAdapter",
     "diagnostics",
     "noise_scale",
+    "presets",
     "register_layer",
     "scale_to_batch",
 ]

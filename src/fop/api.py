@@ -10,7 +10,7 @@ from torch import nn
 from fop.curvature import Curvature
 from fop.optimizer import SecondOrderOptimizer
 from fop.projection import Coefficient
-from fop.rules import DampingRule, StepRule
+from fop.rules import DampingRule, RelativeDamping, StepRule
 from fop.scaling import Number
 from fop.settings import Fallback, Fisher, Interval, Schedule, Settings, Skip
 
@@ -98,22 +98,22 @@ class FOP(SecondOrderOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = False,
-        damping: float | DampingRule = 1e-3,
+        damping: float | DampingRule = RelativeDamping(),  # noqa: B008 (frozen)
         damping_mode: Literal["factored", "exact"] = "factored",
         factor_decay: float = 0.95,
         update_every: Interval | Schedule = 10,
-        fisher: Literal["empirical", "mc", "exact"] | Fisher = "empirical",
+        fisher: Literal["auto", "empirical", "mc", "exact"] | Fisher = "auto",
         sharing: Literal["expand", "reduce"] = "expand",
         max_factor_size: int = 8192,
         beta: Coefficient = "adaptive",
         eta: Coefficient = "adaptive",
         total: Literal["mean", "sum"] = "mean",
-        kl_clip: float | StepRule | None = 1e-3,
+        kl_clip: float | Literal["auto"] | StepRule | None = "auto",
         loss_reduction: Literal["mean", "sum"] = "mean",
         halves: Literal["auto", "samples", "microbatches", "ranks"] = "auto",
         curvature: Literal["kronecker", "ekfac", "diagonal", "identity"] | Curvature = "kronecker",
         fallback: Literal["adamw", "sgd"] | Fallback = "adamw",
-        norms: Literal["fallback", "unitwise"] = "fallback",
+        norms: Literal["unitwise", "fallback"] = "unitwise",
         strategy: Literal["owner", "all"] | int = "owner",
         process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),
@@ -134,18 +134,18 @@ class KFAC(SecondOrderOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         decoupled_weight_decay: bool = False,
-        damping: float | DampingRule = 1e-3,
+        damping: float | DampingRule = RelativeDamping(),  # noqa: B008 (frozen)
         damping_mode: Literal["factored", "exact"] = "factored",
         factor_decay: float = 0.95,
         update_every: Interval | Schedule = 10,
-        fisher: Literal["empirical", "mc", "exact"] | Fisher = "empirical",
+        fisher: Literal["auto", "empirical", "mc", "exact"] | Fisher = "auto",
         sharing: Literal["expand", "reduce"] = "expand",
         max_factor_size: int = 8192,
-        kl_clip: float | StepRule | None = 1e-3,
+        kl_clip: float | Literal["auto"] | StepRule | None = "auto",
         loss_reduction: Literal["mean", "sum"] = "mean",
         curvature: Literal["kronecker", "ekfac", "diagonal", "identity"] | Curvature = "kronecker",
         fallback: Literal["adamw", "sgd"] | Fallback = "adamw",
-        norms: Literal["fallback", "unitwise"] = "fallback",
+        norms: Literal["unitwise", "fallback"] = "unitwise",
         strategy: Literal["owner", "all"] | int = "owner",
         process_group: ProcessGroup | None = None,
         skip: Skip | Iterable[Skip] = (),

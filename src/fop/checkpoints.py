@@ -26,6 +26,7 @@ STATE_FORMAT = 2
 # What the update rules keep.
 RULE_ENTRIES: Mapping[str, Entry] = {
     "momentum_buffer": Entry(lambda parameter: [parameter]),
+    "update_average": Entry(lambda parameter: [parameter]),
     "exp_avg": Entry(lambda parameter: [parameter]),
     "exp_avg_sq": Entry(lambda parameter: [parameter], low=0.0),
     "step": Entry(lambda parameter: [()], low=0.0, dtype=torch.float32),

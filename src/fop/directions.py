@@ -67,7 +67,8 @@ class Directions:
     def total_terms(self) -> Tensor:
         """The step rule's terms of the layers that this rank owns, [k]."""
         if not self.terms:
-            return torch.zeros(1, device=self.batch.finite.device)
+            columns = getattr(self.context.settings.step_rule, "columns", 1)
+            return torch.zeros(columns, device=self.batch.finite.device)
         device = self.terms[0].device  # a model may be spread over several
         return torch.stack([term.to(device) for term in self.terms]).sum(0)
 
@@ -80,7 +81,7 @@ class Directions:
         context, settings, first = self.context, self.context.settings, stack[0]
         halves = settings.needs_halves
         average, difference = gradients(stack, self.batch, context.loss_scale, halves=halves)
-        if halves and difference is None:
+        if settings.projects and difference is None:
             self.context.messages.no_halves(stack, *self.batch.half_sizes(first))
         curvature, state = first.curvature, context.state
         if curvature.requires.gradients:

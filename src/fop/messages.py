@@ -70,6 +70,16 @@ class Messages:
             "for bad data, a loss that overflows, or a learning rate that is too large."
         )
 
+    def fixed_rule(self, why: str) -> None:
+        topic = "fixed rule"
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning(
+                "steps have a fixed size (a KL clip of 1e-3), because a model of the loss can't be "
+                "had: %s. optimizer.last_step tells of each step. (Said once.)",
+                why,
+            )
+
     def no_gradients(self, rank: int, missing: int, ranks: int) -> None:
         self._once(
             "no gradients",

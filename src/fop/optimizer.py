@@ -34,6 +34,7 @@ from fop.scaling import LossScale
 from fop.settings import GROUP_OPTIONS, Settings, check_group
 from fop.step import Engine
 from fop.trainers import explain_clipping, gather_where_trainers_save
+from fop.trust import MEMORY, Outcome
 from fop.update import reference_lr
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class SecondOrderOptimizer(Optimizer):
             "skipped_steps": 0,
             "refresh_overdue": False,
             "state_format": STATE_FORMAT,
+            **MEMORY,
         }
         super().__init__(groups, {**settings.of_groups, **progress})
         self._attach(layers, wrapper, settings.process_group)
@@ -105,10 +107,11 @@ class SecondOrderOptimizer(Optimizer):
             self._engine.add(found.name, found.module_name, recorder)
             recorders.append(recorder)
         self._extra_pass: ExtraPass | None = None
-        options = settings.fisher_options
-        if self._engine.plan.curvature and options["name"] != "empirical":
+        options, forwards = settings.fisher_options, self._engine.forwards
+        sampling = self._engine.plan.curvature and options["name"] != "empirical"
+        if sampling or forwards is not None:
             reduction = settings.loss_reduction
-            self._extra_pass = ExtraPass(self._engine.plan, recorders, options, reduction)
+            self._extra_pass = ExtraPass(self._engine.plan, recorders, options, reduction, forwards)
         handles = self._hook(dict(zip(recorders, layers, strict=True)))
         self._engine.plan.release = weakref.finalize(self, _remove_all, handles)
         self._engine.assign()
@@ -146,6 +149,11 @@ class SecondOrderOptimizer(Optimizer):
     def skipped_steps(self) -> int:
         """Steps that changed nothing, because something was non-finite. Reads from the device."""
         return int(self._engine.skipped.total)
+
+    @property
+    def last_step(self) -> Outcome:
+        """How the last step came to its size: by which rule, its coefficients, radius and so on."""
+        return self._engine.outcome
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -79,6 +79,11 @@ class Coefficients:
         return self.eta * self.combined_square
 
     @property
+    def difference_square(self) -> Tensor:
+        """<d, M^-1 d>"""
+        return self.E + 2 * self.s * self.D + self.s**2 * self.q
+
+    @property
     def cos2(self) -> Tensor:
         """Squared cosine between a and p in the M^-1 metric."""
         product = self.q * self.E
@@ -142,17 +147,22 @@ def fop_update(
         s = weight = D = E = torch.zeros_like(q)
     else:
         other = metric.to_basis(d)
-        product, by_basis = metric.fisher_product(a, in_basis)
-        pair = (in_basis, other) if by_basis else (a, d)
-        a_along, d_along = [inner(v, product, layers) for v in pair]
-        s = projection_scalar(a_along, d_along)
-        p = other.addcmul_(in_basis, spread(s, other), value=-1)
-        del d, other, product, pair
+        s = a.new_zeros(layers)
+        p = other  # of KFAC, which wants to know of its noise alone
+        if beta != 0:
+            product, by_basis = metric.fisher_product(a, in_basis)
+            pair = (in_basis, other) if by_basis else (a, d)
+            a_along, d_along = [inner(v, product, layers) for v in pair]
+            s = projection_scalar(a_along, d_along)
+            p = other.addcmul_(in_basis, spread(s, other), value=-1)
+            del product, pair
+        del d, other
         solved, solved_p = metric.solve(in_basis), metric.solve(p)
         q, D = inner(in_basis, solved, layers), inner(in_basis, solved_p, layers)
         E = inner(p, solved_p, layers)
         weight = optimal_beta(q, D, E) if beta == "adaptive" else torch.full_like(q, beta)
-        solved.addcmul_(solved_p, spread(weight, solved))
+        if beta != 0:
+            solved.addcmul_(solved_p, spread(weight, solved))
     step = optimal_eta(q, D, E, weight, k) if eta == "adaptive" else torch.full_like(q, eta)
     if eta != 1.0:
         solved.mul_(spread(step, solved))

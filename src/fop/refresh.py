@@ -32,7 +32,7 @@ def refresh(
     """
     ranks, messages = context.ranks, context.messages
     empty = [layer for layer in layers if 0 in (counts[layer].first, counts[layer].second)]
-    if empty and context.settings.needs_halves:
+    if empty and context.settings.projects:
         messages.no_halves(empty, counts[empty[0]].first, counts[empty[0]].second)
     fresh: Fresh = []
     bounds: list[Tensor] = []
@@ -64,9 +64,9 @@ def refresh(
 
 
 def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
-    # Extra passes run under no loss scale.
-    settings, empirical, scale = context.settings, layer.recorder.plan.empirical, None
-    if empirical and context.loss_scale is not None:
+    # Extra passes run under no loss scale, unless they have taken it over from the loss.
+    settings, plan, scale = context.settings, layer.recorder.plan, None
+    if (plan.empirical or plan.scaled_by_loss) and context.loss_scale is not None:
         if context.loss_scale.measured and layer.recorder.gradients.touched():
             context.messages.unknown_scale()
         scale = context.loss_scale.of_captured(gradient_ratios([layer.recorder.gradients])[0])
@@ -74,7 +74,8 @@ def _to_means(context: Context, layer: Layer, moments: Statistics) -> None:
         moments,
         sharing=settings.sharing,
         reduction=settings.loss_reduction,
-        extra_passes=not empirical,
+        extra_passes=not plan.empirical,
+        scaled_by_loss=plan.scaled_by_loss,
         ranks=context.ranks.size,
         loss_scale=scale,
     )

@@ -93,8 +93,12 @@ class StepRule(Protocol):
         ...
 
 
+class _OneTerm:
+    columns = 1  # what `terms` has, for ranks that own no layer
+
+
 @dataclass(frozen=True)
-class KLClip:
+class KLClip(_OneTerm):
     """nu = min(1, sqrt(limit / |lr^2 sum over layers of <u, c>|)): bounds the change of the output.
 
     <u, c> [L] of updates u = eta M^-1 c, in the quadratic model of the KL divergence.
@@ -109,3 +113,19 @@ class KLClip:
         if self.limit is None:
             return None
         return torch.sqrt(self.limit / totals[0].abs()).clamp(max=1.0)
+
+
+@dataclass(frozen=True)
+class SelfSizing(KLClip):
+    """The step sizes itself (trust.py); the KL clip is for steps whose loss can't be read.
+
+    Besides the clip's term, the energy <a, M^-1 a> and <d, M^-1 d> of the half-batches' difference.
+    """
+
+    limit: float | None = 1e-3
+    columns = 3
+
+    def terms(self, coefficients: Coefficients, lr: Tensor | float) -> Tensor:
+        clip = super().terms(coefficients, lr)
+        both = [coefficients.q, coefficients.difference_square]
+        return torch.cat([clip, torch.stack(both, -1).to(clip)], -1)

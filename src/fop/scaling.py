@@ -78,6 +78,7 @@ def to_means(
     sharing: str,
     reduction: str,
     extra_passes: bool,
+    scaled_by_loss: bool = False,
     ranks: int,
     loss_scale: Tensor | None,
 ) -> None:
@@ -86,10 +87,13 @@ def to_means(
     `g` was seen by a hook under the rank's own loss. Under a mean loss, of which each rank has 1/R,
     it is R/N of the gradient of the example's own loss, and G and squares are quadratic in it.
     Under a sum loss it is that gradient, and so it is in extra passes for the Fisher, whatever the
-    user's loss is. `loss_scale` undoes that of mixed precision.
+    user's loss is. Those that are scaled by the loss carry the square root of an example's weight
+    in it, R/N again. `loss_scale` undoes that of mixed precision.
     """
     examples, rows = sums.examples, sums.rows
-    per_example = examples / ranks if reduction == "mean" and not extra_passes else 1.0
+    weight = examples / ranks if reduction == "mean" else 1.0
+    if extra_passes:
+        weight = weight**0.5 if scaled_by_loss else 1.0
     quadratic = []
     if sums.inputs is not None and sums.outputs is not None:
         sums.inputs.values.mul_(1.0 / examples)
@@ -98,8 +102,9 @@ def to_means(
         quadratic.append((sums.squares, examples))
     for values, count in quadratic:
         if loss_scale is not None:
-            values.mul_(loss_scale.to(values) ** 2)  # first: it only shrinks
-        values.mul_(per_example**2 / count)
+            power = 1 if extra_passes else 2
+            values.mul_(loss_scale.to(values) ** power)  # first: it only shrinks
+        values.mul_(weight**2 / count)
 
 
 def half_difference(

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from fop import validate
 from fop.curvature.base import Curvature
 from fop.projection import Coefficient
-from fop.rules import DampingRule, FixedDamping, KLClip, StepRule
+from fop.rules import (
+    DampingRule,
+    FixedDamping,
+    KLClip,
+    RelativeDamping,
+    SelfSizing,
+    StepRule,
+)
 from fop.scaling import Number
 from fop.validate import Check, integer, number, one_of, unless
 
@@ -51,13 +58,13 @@ class Fallback(_NamedFallback, total=False):
 
 
 class _NamedFisher(TypedDict):
-    name: Literal["empirical", "mc", "exact"]
+    name: Literal["auto", "empirical", "mc", "exact"]
 
 
 class Fisher(_NamedFisher, total=False):
-    """Where curvature comes from; `likelihood` and `model_output` are for "mc" and "exact"."""
+    """Where curvature comes from; `likelihood` is for "mc" and "exact", "auto" reads the loss."""
 
-    likelihood: Literal["categorical", "bernoulli", "gaussian"]
+    likelihood: Literal["auto", "categorical", "bernoulli", "gaussian"]
     model_output: Callable[[Any], Tensor]
 
 
@@ -77,10 +84,15 @@ FALLBACKS: Mapping[str, Mapping[str, Check]] = {
     "sgd": {"lr": number(low=0.0)},
 }
 SAMPLING: Mapping[str, Check] = {
-    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "likelihood": one_of("auto", "categorical", "bernoulli", "gaussian"),
     "model_output": unless(None, validate.function("what the model returns")),
 }
-FISHERS: Mapping[str, Mapping[str, Check]] = {"empirical": {}, "mc": SAMPLING, "exact": SAMPLING}
+FISHERS: Mapping[str, Mapping[str, Check]] = {
+    "auto": {"model_output": SAMPLING["model_output"]},
+    "empirical": {"model_output": SAMPLING["model_output"]},
+    "mc": SAMPLING,
+    "exact": SAMPLING,
+}
 
 
 def _named(kinds: Mapping[str, Mapping[str, Check]]) -> Check:
@@ -133,7 +145,7 @@ def _choice(*names: str, projects: bool = False) -> Any:
 
 _DAMPING = number(low=0.0, low_open=True)
 _COEFFICIENT = unless("adaptive", number(hint=' or "adaptive"'))
-_CLIP = number(low=0.0, low_open=True, hint=" or None to switch it off")
+_CLIP = number(low=0.0, low_open=True, hint=', "auto" or None to switch it off')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +157,21 @@ class Settings:
     weight_decay: float = _option(0.0, number(low=0.0), per_group=True)
     nesterov: bool = _option(False, validate.flag, per_group=True)
     decoupled_weight_decay: bool = _option(False, validate.flag)
-    damping: float | DampingRule = _option(1e-3, unless(DampingRule, _DAMPING), per_group=True)
+    damping: float | DampingRule = _option(
+        RelativeDamping(), unless(DampingRule, _DAMPING), per_group=True
+    )
     damping_mode: Literal["factored", "exact"] = _choice("factored", "exact")
     factor_decay: float = _option(0.95, number(low=0.0, high=1.0, high_open=True))
     update_every: Interval | Schedule = _option(10, _schedule)
-    fisher: Literal["empirical", "mc", "exact"] | Fisher = _option("empirical", _named(FISHERS))
+    fisher: Literal["auto", "empirical", "mc", "exact"] | Fisher = _option("auto", _named(FISHERS))
     sharing: Literal["expand", "reduce"] = _choice("expand", "reduce")
     max_factor_size: int = _option(8192, integer(" of rows"))
     beta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     eta: Coefficient = _option("adaptive", _COEFFICIENT, projects=True)
     total: Literal["mean", "sum"] = _choice("mean", "sum", projects=True)
-    kl_clip: float | StepRule | None = _option(1e-3, unless(StepRule, unless(None, _CLIP)))
+    kl_clip: float | Literal["auto"] | StepRule | None = _option(
+        "auto", unless("auto", unless(StepRule, unless(None, _CLIP)))
+    )
     loss_reduction: Literal["mean", "sum"] = _choice("mean", "sum")
     halves: Literal["auto", "samples", "microbatches", "ranks"] = _choice(
         "auto", "samples", "microbatches", "ranks", projects=True
@@ -164,7 +180,7 @@ class Settings:
         "kronecker", unless(Curvature, one_of("kronecker", "ekfac", "diagonal", "identity"))
     )
     fallback: Literal["adamw", "sgd"] | Fallback = _option("adamw", _named(FALLBACKS))
-    norms: Literal["fallback", "unitwise"] = _choice("fallback", "unitwise")
+    norms: Literal["unitwise", "fallback"] = _choice("unitwise", "fallback")
     strategy: Literal["owner", "all"] | int = _option("owner", _strategy)
     process_group: ProcessGroup | None = _option(None)
     skip: Skip | Iterable[Skip] = _option(())
@@ -227,12 +243,24 @@ class Settings:
 
     @cached_property
     def step_rule(self) -> StepRule:
+        if isinstance(self.kl_clip, str):
+            return SelfSizing()
         return self.kl_clip if isinstance(self.kl_clip, StepRule) else KLClip(self.kl_clip)
 
     @cached_property
-    def needs_halves(self) -> bool:
-        """Whether the update depends on the two half-batch gradients at all."""
+    def sizes_itself(self) -> bool:
+        """Whether the step is sized by a model of the loss."""
+        return isinstance(self.step_rule, SelfSizing)
+
+    @cached_property
+    def projects(self) -> bool:
+        """Whether the update depends on the two half-batch gradients."""
         return self.beta != 0
+
+    @cached_property
+    def needs_halves(self) -> bool:
+        """Whether the update depends on them, or its size."""
+        return self.projects or self.sizes_itself
 
     @cached_property
     def total_weight(self) -> float:
@@ -281,6 +309,8 @@ GROUP_CHECKS: Mapping[str, Check] = {
     "rule": one_of("curvature", "sgd", "adamw"),
     "steps": integer("", low=0),
     "skipped_steps": integer("", low=0),
+    "trust_radius": unless(None, number(low=0.0)),
+    "signal": unless(None, number()),
     "refresh_overdue": validate.flag,
 }
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fop.capture import CapturePlan, Recorder
+from fop.capture import CapturePlan, Forwards, Recorder
 from fop.checkpoints import RULE_KEYS
 from fop.collect import ModuleTree, collect, follow_parameters
 from fop.context import Context, Options
@@ -37,8 +37,10 @@ from fop.projection import Coefficients
 from fop.refresh import phases, refresh
 from fop.scaling import LossScale, Number, unscaled
 from fop.settings import Settings
+from fop.sizing import SizedSteps
 from fop.skips import SkippedSteps, name_non_finite
 from fop.slices import ParameterSlice
+from fop.trust import Memory, Outcome
 from fop.update import Change, apply_changes, rest_of
 
 Group = Mapping[str, Any]
@@ -71,7 +73,7 @@ class Engine:
             halves=settings.halves_among(ranks.size) if settings.needs_halves else "none",
             sharing=settings.sharing,
             max_factor_size=settings.max_factor_size,
-            empirical=settings.fisher_options["name"] == "empirical",
+            empirical=settings.fisher_options["name"] in ("empirical", "auto"),
             curvature=requires.factors or requires.squares,
             odd_rank=ranks.index % 2 == 1,
         )
@@ -82,6 +84,9 @@ class Engine:
         self.loss_scale: LossScale | None = None
         self.messages = Messages()
         self.skipped = SkippedSteps()
+        self.forwards = Forwards() if settings.sizes_itself else None
+        self._sized = None if self.forwards is None else SizedSteps(model, self.forwards)
+        self.outcome = Outcome("fixed", "no step yet")  # of the last step
         self._next_step = 1
         self._kinds: dict[Any, tuple[torch.device, torch.dtype]] = {}
 
@@ -136,6 +141,8 @@ class Engine:
         for layer in self.layers:
             layer.recorder.reset()
         self.plan.passes.forget()
+        if self.forwards is not None:
+            self.forwards.forget()
         self.ranks.reset()
         self.batch = None
 
@@ -199,11 +206,15 @@ class Engine:
         finite = finite & totals.isfinite().all().to(finite.device) & (not retry)
         pairs = ranks.any_rank([flag for x in expecting for flag in (x in failed, usable[x])])
         self._note_ready(expecting, pairs[1::2])
-        updates = self._scale(wait(), totals, layers)
-        if not host:  # carried out with every change masked
-            self._apply(context, updates, batch, rest, finite)
-        elif bool(finite):
-            self._apply(context, updates, batch, rest, None)
+        updates, sized = wait(), False
+        if self._sized is not None and bool(finite):
+            sized = self._size(context, updates, batch, rest, totals, layers)
+        if not sized:
+            updates = self._scale(updates, totals, layers)
+            if not host:  # carried out with every change masked
+                self._apply(context, updates, batch, rest, finite)
+            elif bool(finite):
+                self._apply(context, updates, batch, rest, None)
         self._count(finite, options, may_read=bool(expecting))
         return retry or any(pairs[::2])
 
@@ -256,6 +267,38 @@ class Engine:
 
     # ---- scale and apply
 
+    def _size(
+        self,
+        context: Context,
+        updates: Updates,
+        batch: Batch,
+        rest: Mapping[nn.Parameter, Sequence[ParameterSlice]],
+        totals: Tensor,
+        layers: Sequence[Layer],
+    ) -> bool:
+        """Take a step that sizes itself; False where the fixed rule has to."""
+        assert self._sized is not None
+        plain = unscaled([batch.gradient(parameter) for parameter in rest], self.loss_scale)
+        changes = _changes(updates, rest, plain)
+        of_layers = {
+            p for c in changes if context.options[p := c.part.parameter]["rule"] == "curvature"
+        }
+        preconditioned = of_layers - self._disabled_parameters()
+        _, energy, difference = totals.tolist()
+        noise = None
+        if layers:
+            first, second = (float(number) for number in batch.half_sizes(layers[0]))
+            if first > 0 and second > 0:
+                noise = difference * first * second / (first + second) ** 2
+        memory = Memory(next(iter(context.options.values())))
+        found = self._sized.take(context, changes, preconditioned, memory, energy, noise)
+        if isinstance(found, str):
+            self.messages.fixed_rule(found)
+            self.outcome = Outcome("fixed", found)
+            return False
+        self.outcome, self.clip = found, None
+        return True
+
     def _scale(self, updates: Updates, totals: Tensor, layers: Sequence[Layer]) -> Updates:
         """By the step rule."""
         self.clip = self.settings.step_rule.scale(totals)
@@ -283,13 +326,7 @@ class Engine:
                 else torch.where(finite.to(g.device), g, 0)
                 for p, g in zip(rest, plain, strict=True)  # AdamW's kernel masks itself
             ]
-        changes = [
-            Change(part, part.held(update))
-            for layer, parts in updates.parts.items()
-            for part, update in zip(layer.sample.slices, parts, strict=True)
-        ]
-        for parts, gradient in zip(rest.values(), plain, strict=True):
-            changes += [Change(part, part.local(gradient)) for part in parts]
+        changes = _changes(updates, rest, plain)
         taken: dict[Tensor, Tensor | None] = {}
         for parameter in {change.part.parameter for change in changes}:
             flag, present = finite, batch.present(parameter)
@@ -315,3 +352,19 @@ class Engine:
         in_a_row = self.skipped.overdue(scaled=scaled, may_read=may_read)
         if in_a_row:
             self.messages.skipped(in_a_row, name_non_finite(options))
+
+
+def _changes(
+    updates: Updates,
+    rest: Mapping[nn.Parameter, Sequence[ParameterSlice]],
+    plain: Sequence[Tensor],
+) -> list[Change]:
+    """Of layers, and of parameters in none, by their plain gradients."""
+    changes = [
+        Change(part, part.held(update))
+        for layer, parts in updates.parts.items()
+        for part, update in zip(layer.sample.slices, parts, strict=True)
+    ]
+    for parts, gradient in zip(rest.values(), plain, strict=True):
+        changes += [Change(part, part.local(gradient)) for part in parts]
+    return changes

@@ -5,6 +5,7 @@ from fop.capture.autograd import hook_gradient, hook_module
 from fop.capture.belongs import gradient_norms, gradient_ratios
 from fop.capture.examples import hook_batch
 from fop.capture.fisher import ExtraPass, hook_output
+from fop.capture.forwards import Forward, Forwards
 from fop.capture.hooks import RemovableHandles, take_over
 from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
@@ -15,6 +16,8 @@ __all__ = [
     "CapturePlan",
     "Eigenbasis",
     "ExtraPass",
+    "Forward",
+    "Forwards",
     "Recorder",
     "RemovableHandles",
     "Sample",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,10 +26,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fop._torch import current_pass
+from fop.capture.forwards import Forwards, Inputs
 from fop.capture.hooks import InertHook, hooked_by, in_transform
 from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
+from fop.likelihood import Categorical, Gaussian, Reading, read
+from fop.likelihood import all_gradients as read_gradients
+from fop.likelihood import sampled_gradient as read_sample
+from fop.loss_graph import squared_scale
 from fop.scaling import term_weight
+
+# Fishers of labels that the user asked to be drawn.
+SAMPLED = ("mc", "exact")
 
 
 def sampled_gradient(output: Tensor, likelihood: str, reduction: str, rows: int = 1) -> Tensor:
@@ -116,10 +125,11 @@ WAITING = 8
 
 
 class ExtraPass:
-    """Runs the extra backwards for one model, from the outputs of its forward passes.
+    """What happens where a backward pass sets out from the model's output.
 
-    Outputs wait here, and not in the hooks on themselves, which would be a cycle that is never
-    freed.
+    The loss's likelihood is read, extra backwards for the Fisher are run, and a part of the forward
+    pass is recorded for step rules that run it again. Outputs wait here, and not in the hooks on
+    themselves, which would be a cycle that is never freed.
     """
 
     def __init__(
@@ -128,13 +138,15 @@ class ExtraPass:
         recorders: Sequence[Recorder],
         options: Mapping[str, Any],
         reduction: str,
+        forwards: Forwards | None = None,
     ) -> None:
         self._plan = plan
         self._recorders = recorders
-        self._exact, self._pick = options["name"] == "exact", options["model_output"]
-        self._loss = options["likelihood"], reduction
-        # The outputs, and how many rows of each belong to an example.
-        self._waiting: dict[int, tuple[Tensor, int]] = {}
+        self._name, self._pick = options["name"], options["model_output"]
+        self._likelihood, self._reduction = options["likelihood"], reduction
+        self.forwards = forwards
+        # The outputs, how many rows of each belong to an example, and what the model was given.
+        self._waiting: dict[int, tuple[Tensor, int, Inputs | None]] = {}
         self._passes = 0
 
     def wanting(self) -> list[Recorder]:
@@ -144,14 +156,24 @@ class ExtraPass:
             if recorder.wants_moments and recorder.weight.requires_grad and not recorder.inactive
         ]
 
-    def expect(self, module: nn.Module, output: Any) -> None:
+    def expect(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
         """Run once the gradient at the model's output is known, wherever the loss is computed."""
-        if not self.wanting():
+        sampling = self._name != "empirical" and bool(self.wanting())
+        if not sampling and self.forwards is None:
             return
-        logits = find_output(module, output, self._pick)
+        try:
+            logits = find_output(module, output, self._pick)
+        except TypeError as error:
+            if self._name in SAMPLED:
+                raise
+            if self.forwards is not None:
+                self.forwards.unreadable = str(error).partition(":")[0]
+            return
         if logits.numel() == 0 or not logits.requires_grad or in_transform(logits):
             return
-        if self._loss[0] == "categorical":
+        if self._name in SAMPLED and self._likelihood == "categorical":
             _classes_last(logits)  # raises, while the user's forward is on the stack
         self._passes += 1
         number, reference = self._passes, weakref.ref(self)
@@ -159,31 +181,74 @@ class ExtraPass:
         def reached(grad: Tensor) -> None:
             extra_pass = reference()
             if extra_pass is not None:
-                extra_pass._run(number)
+                extra_pass._run(number, grad)
 
         logits.register_hook(reached)
-        forward, n = self._plan.examples.current, logits.shape[0]
-        size = None if forward is None else forward.size
-        self._waiting[number] = logits, n // size if size and n % size == 0 else 1
+        current, n = self._plan.examples.current, logits.shape[0] if logits.dim() else 1
+        size = None if current is None else current.size
+        rows = n // size if size and n % size == 0 else 1
+        inputs = None
+        if self.forwards is not None:
+            pick = partial(find_output, module, pick=self._pick)
+            divisible = size is not None and n % size == 0
+            inputs = Inputs.of(args, kwargs, logits, size if divisible else None, pick)
+        self._waiting[number] = logits, rows, inputs
         while len(self._waiting) > WAITING:
             del self._waiting[next(iter(self._waiting))]
 
     def forget(self) -> None:
         """After a step, forward passes that had no backward are not expected to have one."""
         self._waiting.clear()
+        self._plan.empirical = self._name in ("empirical", "auto")
+        if self.forwards is not None:
+            self.forwards.forget()
 
-    def _run(self, number: int) -> None:
-        output, rows = self._waiting.pop(number, (None, 1))
-        recorders = self.wanting()
-        weights = list(dict.fromkeys(recorder.in_graph for recorder in recorders))  # may be shared
-        if output is None or not weights:
+    def _run(self, number: int, grad: Tensor) -> None:
+        output, rows, inputs = self._waiting.pop(number, (None, 1, None))
+        if output is None:
             return
-        plan, values = self._plan, output.detach()
-        gradients: Iterable[Tensor]
-        if self._exact:
-            gradients = all_gradients(values, *self._loss, rows)
-        else:
-            gradients = [sampled_gradient(values, *self._loss, rows)]
+        values, recorders = output.detach(), self.wanting()
+        recorders = [] if self._name == "empirical" else recorders
+        reading: Reading | str = "not asked for"
+        # Reading asks the host. Of classes, the reduction tells all that sampling needs.
+        asked = recorders and (self._name == "auto" or self._likelihood != "categorical")
+        if asked or self.forwards is not None:
+            reading = read_loss(output, grad)
+        if self._name == "auto":
+            # The labels of a class are as good as sampled ones, and cost no backward pass.
+            sampled = isinstance(reading, Reading) and not isinstance(
+                reading.likelihood, Categorical
+            )
+            if recorders:
+                self._plan.empirical = not sampled
+            recorders = recorders if sampled else []
+        if recorders:
+            self._sample(output, values, self._gradients(values, reading, rows), recorders)
+        if self.forwards is not None and inputs is not None:
+            self.forwards.add(inputs, values, grad, reading)
+
+    def _gradients(self, values: Tensor, reading: Reading | str, rows: int) -> Iterable[Tensor]:
+        """At the output; on the scale of the user's own loss where that could be read."""
+        exact, likelihood = self._name == "exact", self._likelihood
+        known = isinstance(reading, Reading) and type(reading.likelihood).__name__.lower()
+        if isinstance(reading, Reading) and (self._name == "auto" or likelihood in ("auto", known)):
+            self._plan.scaled_by_loss = True
+            if exact:
+                return read_gradients(values, reading, rows)
+            return [read_sample(values, reading)]
+        self._plan.scaled_by_loss = False
+        how = ("categorical" if likelihood == "auto" else likelihood), self._reduction, rows
+        return all_gradients(values, *how) if exact else [sampled_gradient(values, *how)]
+
+    def _sample(
+        self,
+        output: Tensor,
+        values: Tensor,
+        gradients: Iterable[Tensor],
+        recorders: Sequence[Recorder],
+    ) -> None:
+        plan = self._plan
+        weights = list(dict.fromkeys(recorder.in_graph for recorder in recorders))  # may be shared
         plan.extra_pass_of, plan.extra_pass_first = current_pass(), True
         try:
             for gradient in gradients:
@@ -195,7 +260,17 @@ class ExtraPass:
             plan.extra_pass_of = None
 
 
-def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | None) -> Tensor:
+def read_loss(output: Tensor, gradient: Tensor) -> Reading | str:
+    """The likelihood of the user's loss, in a hook on the model's output; or why it is unknown."""
+    found = read(output.detach(), gradient)
+    if isinstance(found, str):
+        scale = squared_scale(output, gradient)
+        if isinstance(scale, Tensor):
+            return Reading(Gaussian(), scale)
+    return found
+
+
+def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | None = None) -> Tensor:
     """The tensor that the likelihood is about: the output itself, its logits, or the only one."""
     if pick is not None:
         picked = pick(output)
@@ -231,17 +306,22 @@ def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | Non
 class OutputHook(InertHook):
     """The forward hook on the model."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if self._run is not None and torch.is_grad_enabled():
-            self._run(self, module, output)
+            self._run(self, module, args, kwargs, output)
 
-    def run(self, module: nn.Module, output: Any) -> None:
+    def run(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         extra_pass = self._owner()
         if extra_pass is not None and not in_transform():
-            extra_pass.expect(module, output)
+            extra_pass.expect(module, args, kwargs, output)
 
 
 def hook_output(model: nn.Module, extra_pass: ExtraPass) -> RemovableHandle:
     # Before hooks of the user that change the output, but after that of a layer, which starts a
     # new graph, where the model is one itself.
-    return model.register_forward_hook(OutputHook(extra_pass), prepend=not hooked_by(model))
+    prepend = not hooked_by(model)
+    return model.register_forward_hook(OutputHook(extra_pass), prepend=prepend, with_kwargs=True)

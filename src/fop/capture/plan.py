@@ -23,6 +23,8 @@ class CapturePlan:
     # inputs still count.
     extra_pass_of: int | None = None
     extra_pass_first: bool = False
+    # Extra passes carry the scale that the user's own loss has, instead of that of examples.
+    scaled_by_loss: bool = False
     passes: PassEnds = field(default_factory=PassEnds)
     examples: Examples = field(default_factory=Examples)
     # Set once another optimizer has taken the model over; `release` removes all hooks.

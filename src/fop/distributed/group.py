@@ -241,6 +241,12 @@ class Group(Ranks):
         self.comm.sum_of_all(numbers, f"{what} of all layers").wait()
         return numbers
 
+    def sum_of_ranks(self, values: Tensor) -> Tensor:
+        device = next(iter(self._owners)).weight.device if self._owners else values.device
+        numbers = values.to(device, torch.float64, copy=True)
+        self.comm.sum_of_all(numbers, "step of all examples").wait()
+        return numbers
+
     # ---- outside of steps
 
     def gather_objects(self, mine: Any, to: int | None, *, once: bool = False) -> list[Any] | None:

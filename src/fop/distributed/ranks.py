@@ -192,6 +192,10 @@ class Ranks:
         """Numbers over the layers of all owners, each layer once."""
         return values
 
+    def sum_of_ranks(self, values: Tensor) -> Tensor:
+        """Numbers of each rank's own examples, summed."""
+        return values
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Which of these are true on one of the ranks at least. A host read."""
         if not flags:
