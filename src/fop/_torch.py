@@ -6,6 +6,8 @@ Everything here is looked up at its use or at import, so that a torch without it
 from __future__ import annotations
 
 import operator
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -88,3 +90,33 @@ def timeout_of(group: Any) -> timedelta | None:
             continue
         return timeout
     return None
+
+
+def running_backwards() -> list[tuple[Any, Any]]:
+    """What is differentiated by the backward passes that run now, and by which gradients.
+
+    Innermost first; of all threads, as an accelerator's nodes run in one of their own. Autograd
+    tells hooks nothing of where a pass began: this reads the arguments of the call that started it.
+    """
+    code = torch.autograd.graph._engine_run_backward.__code__
+    frames = sys._current_frames()
+    # That of this call would be a cycle, which keeps all frames and what is in them.
+    del frames[threading.get_ident()]
+    found = []
+    for frame in (sys._getframe(1), *frames.values()):
+        while frame is not None:
+            if frame.f_code is code:
+                found.append((frame.f_locals["t_outputs"], frame.f_locals["args"][0]))
+            frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def saved_number(node: Any, name: str) -> Any:
+    """A number that a node keeps for its backward; unlike tensors, it is there afterwards too."""
+    return getattr(node, f"_saved_{name}")
+
+
+def age_of(node: Any) -> int:
+    """A number that is higher for nodes made later; only the profiler makes use of it."""
+    number: int = node._sequence_nr()
+    return number
