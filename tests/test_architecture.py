@@ -19,8 +19,6 @@ ORDER = [
     "validate",
     "schedules",
     "presets",
-    "likelihood",
-    "loss_graph",
     "slices",
     "trainers",
     "linalg",

@@ -30,10 +30,11 @@ from fop.capture.forwards import Forwards, Inputs
 from fop.capture.hooks import InertHook, hooked_by, in_transform
 from fop.capture.plan import CapturePlan
 from fop.capture.recorder import Recorder
-from fop.likelihood import Categorical, Gaussian, Reading, read
+from fop.likelihood import Categorical, Gaussian, Reading
 from fop.likelihood import all_gradients as read_gradients
 from fop.likelihood import sampled_gradient as read_sample
 from fop.loss_graph import squared_scale
+from fop.loss_reading import read
 from fop.scaling import term_weight
 
 # Fishers of labels that the user asked to be drawn.
@@ -213,17 +214,18 @@ class ExtraPass:
         # Reading asks the host. Of classes, the reduction tells all that sampling needs.
         asked = recorders and (self._name == "auto" or self._likelihood != "categorical")
         if asked or self.forwards is not None:
-            reading = read_loss(output, grad)
-        if self._name == "auto":
+            part = (lambda tensor: tensor) if inputs is None else inputs.part
+            reading = read_loss(output, grad, part)
+        if self._name == "auto" and recorders:
             # The labels of a class are as good as sampled ones, and cost no backward pass.
-            sampled = isinstance(reading, Reading) and not isinstance(
-                reading.likelihood, Categorical
-            )
-            if recorders:
-                self._plan.empirical = not sampled
+            sampled = isinstance(reading, Reading) and not _of_classes(reading)
+            self._plan.empirical = not sampled
             recorders = recorders if sampled else []
         if recorders:
-            self._sample(output, values, self._gradients(values, reading, rows), recorders)
+            full = reading
+            if inputs is not None and isinstance(reading, Reading) and reading.scale.numel() > 1:
+                full = read_loss(output, grad)
+            self._sample(output, self._gradients(values, full, rows), recorders)
         if self.forwards is not None and inputs is not None:
             self.forwards.add(inputs, values, grad, reading)
 
@@ -243,7 +245,6 @@ class ExtraPass:
     def _sample(
         self,
         output: Tensor,
-        values: Tensor,
         gradients: Iterable[Tensor],
         recorders: Sequence[Recorder],
     ) -> None:
@@ -260,14 +261,21 @@ class ExtraPass:
             plan.extra_pass_of = None
 
 
-def read_loss(output: Tensor, gradient: Tensor) -> Reading | str:
-    """The likelihood of the user's loss, in a hook on the model's output; or why it is unknown."""
-    found = read(output.detach(), gradient)
-    if isinstance(found, str):
-        scale = squared_scale(output, gradient)
-        if isinstance(scale, Tensor):
-            return Reading(Gaussian(), scale)
-    return found
+def read_loss(
+    output: Tensor, gradient: Tensor, part: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Reading | str:
+    """The likelihood of the user's loss, in a hook on the model's output; or why it is unknown.
+
+    Some of the rows tell as much as all of them: `part` takes them.
+    """
+    scale = squared_scale(output, gradient)
+    if isinstance(scale, Tensor):
+        return Reading(Gaussian(), scale)
+    return read(part(output.detach()), part(gradient))
+
+
+def _of_classes(reading: Reading) -> bool:
+    return isinstance(reading.likelihood, Categorical)
 
 
 def find_output(module: nn.Module, output: Any, pick: Callable[[Any], Any] | None = None) -> Tensor:

@@ -8,7 +8,7 @@ known without labels. What was recorded goes when gradients are zeroed, and afte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -122,11 +122,8 @@ class Forwards:
         if not isinstance(reading, Reading):
             self.unreadable = reading
             return
-        scale = reading.scale
-        if scale.dim() and scale.shape[0] == output.shape[0]:
-            scale = inputs.part(scale)
         z, g = (inputs.part(tensor).clone() for tensor in (output, gradient))
-        self._complete.append(Forward(inputs, z, g, replace(reading, scale=scale)))
+        self._complete.append(Forward(inputs, z, g, reading))
 
     def forget(self) -> None:
         self._complete.clear()
