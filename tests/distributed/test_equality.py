@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fop
 from fop.linalg import STORAGE
-from tests import oracles
+from tests import FIXED, LIBRARY, oracles
 from tests.common import distance, snapshot
 from tests.distributed.launch import Check, Rank, run
 from tests.distributed.models import (
@@ -26,6 +26,8 @@ from tests.distributed.models import (
 )
 
 KINDS = (fop.FOP, fop.KFAC)
+# The library's own defaults, where tests have others.
+SIZED: dict[str, Any] = {name: LIBRARY[fop.FOP][name] for name in FIXED}
 DDP = (True, False)
 
 
@@ -369,7 +371,22 @@ def a_layer_that_some_ranks_do_not_use(rank: Rank) -> None:
 
 
 # One start of the processes for all of them.
+def sized_steps(rank: Rank) -> None:
+    """As they are by default: all ranks find the coefficients of one process."""
+    for own in (sizes(rank), uneven(rank)):
+        expected, optimizer = alone(rank, fop.FOP, own, **SIZED)
+        assert optimizer.last_step.rule == "model", optimizer.last_step
+        for strategy in strategies(rank):
+            for wrapped in DDP:
+                found, other = together(
+                    rank, fop.FOP, own, wrapped=wrapped, strategy=strategy, **SIZED
+                )
+                assert other.last_step.rule == "model", other.last_step
+                assert_same(found, expected, 1e-6)
+
+
 CHECKS: tuple[Check, ...] = (
+    sized_steps,
     packed_factors,
     every_strategy,
     every_rank_has_the_same_parameters,
@@ -399,7 +416,7 @@ ODD: tuple[Check, ...] = (
     the_dense_reference,
     a_layer_that_some_ranks_do_not_use,
 )
-BY_TWOS: tuple[Check, ...] = (every_strategy, uneven_batches)
+BY_TWOS: tuple[Check, ...] = (every_strategy, uneven_batches, sized_steps)
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
 import fop
+from tests import FIXED as FIXED_STEPS
+from tests import LIBRARY
 from tests.common import CLASSES
 from tests.distributed.launch import Check, Rank, run
 from tests.distributed.models import alone, batches, in_parts, net
@@ -27,6 +29,9 @@ from tests.distributed.test_equality import Attentive
 KINDS = (fop.FOP, fop.KFAC)
 TOLERANCE = 1e-9
 FIXED = {"beta": 0.4, "eta": 1.0, "kl_clip": None}  # shows the difference's scale
+
+# The library's own defaults, where tests have others.
+SIZED: dict[str, Any] = {name: LIBRARY[fop.FOP][name] for name in FIXED_STEPS}
 
 
 def uneven(rank: Rank) -> list[int]:
@@ -353,7 +358,20 @@ def bytes_sent(rank: Rank) -> None:
         assert math.isclose(optimizer._ranks.comm.sent[kind], volume, abs_tol=8)
 
 
+def sized_steps(rank: Rank) -> None:
+    """As they are by default: forward passes are run again with displaced shards."""
+    for make in MODELS:
+        expected, _ = alone(rank, fop.FOP, uneven(rank), make=make, **SIZED)
+        model, optimizer = sharded(rank, fop.FOP, make, **SIZED)
+        train(rank, model, optimizer)
+        assert optimizer.last_step.rule == "model", optimizer.last_step
+        found = whole(model)
+        for name, parameter in expected.named_parameters():
+            assert torch.allclose(found[name], parameter, rtol=1e-6, atol=1e-8), name
+
+
 CHECKS: tuple[Check, ...] = (
+    sized_steps,
     every_model,
     parameters_and_momentum_stay_sharded,
     every_strategy,
